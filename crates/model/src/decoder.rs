@@ -1,0 +1,368 @@
+//! The forward pass for serving: a fixed number of slots, each with its keys and values kept between calls.
+//!
+//! A slot holds one conversation. [`Decoder::prefill`] appends any number of tokens to several slots at once and gives the logits
+//! after the last one; [`Decoder::decode`] appends one token to each of many slots. Which tokens a slot holds is the caller's to
+//! know: every row says at which position it starts, and what the slot held from there on is overwritten.
+
+use tch::{Kind, Tensor};
+
+use crate::llama::{Rotary, linear};
+use crate::{Llama, LlamaConfig, ModelError};
+
+/// Tokens to append to one slot.
+#[derive(Debug, Clone)]
+pub struct PrefillRow<'a> {
+    /// The slot.
+    pub slot: usize,
+    /// How many tokens of the slot are kept: the position of the first new one.
+    pub start: usize,
+    /// The new tokens; at least one.
+    pub ids: &'a [i32],
+}
+
+/// One token to append to one slot.
+#[derive(Debug, Clone, Copy)]
+pub struct DecodeRow {
+    /// The slot.
+    pub slot: usize,
+    /// The token's position: how many tokens the slot holds before it.
+    pub position: usize,
+    /// The token.
+    pub id: i32,
+}
+
+#[derive(Debug)]
+struct FusedLayer {
+    input_norm: Tensor,
+    post_attention_norm: Tensor,
+    /// `[(H + 2·KV)·W, D]`
+    qkv: Tensor,
+    o: Tensor,
+    /// `[2·F, D]`
+    gate_up: Tensor,
+    down: Tensor,
+    /// `[slots·KV·(max_len + 1), W]`: the last position of a slot takes what must not be kept.
+    keys: Tensor,
+    values: Tensor,
+}
+
+/// A model's weights, fused and frozen, with a key-value cache.
+#[derive(Debug)]
+pub struct Decoder {
+    config: LlamaConfig,
+    slots: usize,
+    max_len: usize,
+    embedding: Tensor,
+    layers: Vec<FusedLayer>,
+    final_norm: Tensor,
+    output: Tensor,
+    rotary: Rotary,
+}
+
+impl Decoder {
+    /// Copies a model's weights and allocates a cache of `slots` rows of `max_len` tokens. Later changes of the model do not reach
+    /// the decoder.
+    pub fn new(model: &Llama, slots: usize, max_len: usize) -> Result<Self, ModelError> {
+        let config = model.config().clone();
+        if slots == 0 || max_len == 0 || max_len as i64 > config.max_position_embeddings {
+            return Err(ModelError::Input(format!(
+                "a cache of {slots} slots of {max_len} tokens: both must be positive, and max_position_embeddings is {}",
+                config.max_position_embeddings
+            )));
+        }
+        let _guard = tch::no_grad_guard();
+        let frozen = |t: &Tensor| t.detach().copy();
+        let cells = slots as i64 * config.num_key_value_heads * (max_len as i64 + 1);
+        let options = (Kind::Float, model.device());
+        let layers = model
+            .layers
+            .iter()
+            .map(|layer| {
+                Ok(FusedLayer {
+                    input_norm: frozen(&layer.input_norm),
+                    post_attention_norm: frozen(&layer.post_attention_norm),
+                    qkv: Tensor::f_cat(&[&layer.q, &layer.k, &layer.v], 0)?.detach(),
+                    o: frozen(&layer.o),
+                    gate_up: Tensor::f_cat(&[&layer.gate, &layer.up], 0)?.detach(),
+                    down: frozen(&layer.down),
+                    keys: Tensor::f_zeros([cells, config.head_dim], options)?,
+                    values: Tensor::f_zeros([cells, config.head_dim], options)?,
+                })
+            })
+            .collect::<Result<_, ModelError>>()?;
+        Ok(Self {
+            slots,
+            max_len,
+            embedding: frozen(&model.embedding),
+            layers,
+            final_norm: frozen(&model.final_norm),
+            output: frozen(&model.output),
+            rotary: Rotary::new(&config, max_len as i64 + 1, model.device()),
+            config,
+        })
+    }
+
+    /// The model's shape.
+    pub const fn config(&self) -> &LlamaConfig {
+        &self.config
+    }
+
+    /// How many conversations the cache holds.
+    pub const fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// How many tokens a slot holds.
+    pub const fn max_len(&self) -> usize {
+        self.max_len
+    }
+
+    /// Appends tokens to slots, each slot at most once, and returns the logits after each row's last token: `[rows, V]`.
+    pub fn prefill(&mut self, rows: &[PrefillRow<'_>]) -> Result<Tensor, ModelError> {
+        for row in rows {
+            self.check(row.slot, row.start, row.ids)?;
+        }
+        let _guard = tch::no_grad_guard();
+        let n = rows.len() as i64;
+        let time = rows.iter().map(|r| r.ids.len()).max().unwrap_or_default();
+        let reach = rows
+            .iter()
+            .map(|r| r.start + r.ids.len())
+            .max()
+            .unwrap_or_default();
+        let mut ids = vec![0_i64; rows.len() * time];
+        // Filled-up places take the position that is never read.
+        let mut positions = vec![self.max_len as i64; rows.len() * time];
+        let mut last = Vec::with_capacity(rows.len());
+        for (r, row) in rows.iter().enumerate() {
+            for (t, id) in row.ids.iter().enumerate() {
+                ids[r * time + t] = i64::from(*id);
+                positions[r * time + t] = (row.start + t) as i64;
+            }
+            last.push((r * time + row.ids.len() - 1) as i64);
+        }
+        let slots: Vec<i64> = rows.iter().map(|r| r.slot as i64).collect();
+        let first = slots.first().copied().unwrap_or_default();
+        let contiguous = slots
+            .iter()
+            .zip(first..)
+            .all(|(slot, expected)| *slot == expected);
+        let slot_of_token = slots
+            .iter()
+            .flat_map(|slot| std::iter::repeat_n(*slot, time));
+        let cells = self.cells(slot_of_token.zip(positions.iter().copied()));
+        let read = if contiguous {
+            Slots::Range(first, n)
+        } else {
+            Slots::List(self.on_device(&slots))
+        };
+        let last = self.on_device(&last);
+        let hidden = self.forward(&Step {
+            ids: self.on_device(&ids),
+            positions: self.on_device(&positions),
+            cells: self.on_device(&cells),
+            rows: n,
+            time: time as i64,
+            reach: reach as i64,
+            read,
+        })?;
+        Ok(linear(&hidden.index_select(0, &last), &self.output))
+    }
+
+    /// Appends one token to each row's slot (each slot at most once, rows in ascending order of slot), and returns the logits after
+    /// it: `[rows, V]`, in the order of the rows. Slots between the first and the last row that have no row are left as they are;
+    /// they cost time, so keep rows close together.
+    pub fn decode(&mut self, rows: &[DecodeRow]) -> Result<Tensor, ModelError> {
+        for row in rows {
+            self.check(row.slot, row.position, &[row.id])?;
+        }
+        let (Some(first), Some(last)) = (rows.first(), rows.last()) else {
+            return Err(ModelError::Input("no rows to decode".into()));
+        };
+        if !rows.is_sorted_by(|a, b| a.slot < b.slot) {
+            return Err(ModelError::Input(
+                "rows must come in ascending order of slot".into(),
+            ));
+        }
+        let _guard = tch::no_grad_guard();
+        let n = last.slot - first.slot + 1;
+        let mut ids = vec![0_i64; n];
+        let mut positions = vec![self.max_len as i64; n];
+        for row in rows {
+            ids[row.slot - first.slot] = i64::from(row.id);
+            positions[row.slot - first.slot] = row.position as i64;
+        }
+        let reach = rows
+            .iter()
+            .map(|r| r.position + 1)
+            .max()
+            .unwrap_or_default();
+        let slots = first.slot as i64..;
+        let cells = self.cells(slots.zip(positions.iter().copied()));
+        let hidden = self.forward(&Step {
+            ids: self.on_device(&ids),
+            positions: self.on_device(&positions),
+            cells: self.on_device(&cells),
+            rows: n as i64,
+            time: 1,
+            reach: reach as i64,
+            read: Slots::Range(first.slot as i64, n as i64),
+        })?;
+        let hidden = if rows.len() == n {
+            hidden
+        } else {
+            let wanted: Vec<i64> = rows.iter().map(|r| (r.slot - first.slot) as i64).collect();
+            hidden.index_select(0, &self.on_device(&wanted))
+        };
+        Ok(linear(&hidden, &self.output))
+    }
+
+    fn check(&self, slot: usize, start: usize, ids: &[i32]) -> Result<(), ModelError> {
+        let vocab = self.config.vocab_size;
+        if slot >= self.slots {
+            return Err(ModelError::Input(format!("slot {slot} of {}", self.slots)));
+        }
+        if ids.is_empty() {
+            return Err(ModelError::Input(format!(
+                "slot {slot}: no tokens to append"
+            )));
+        }
+        if start + ids.len() > self.max_len {
+            return Err(ModelError::Input(format!(
+                "slot {slot}: {start} + {} tokens do not fit into {}",
+                ids.len(),
+                self.max_len
+            )));
+        }
+        match ids.iter().find(|id| !(0..vocab).contains(&i64::from(**id))) {
+            Some(id) => Err(ModelError::Input(format!(
+                "token id {id} is outside the vocabulary of {vocab}"
+            ))),
+            None => Ok(()),
+        }
+    }
+
+    /// Where keys and values of (slot, position) pairs go in the cache: one index for each key-value head.
+    fn cells(&self, places: impl Iterator<Item = (i64, i64)>) -> Vec<i64> {
+        let (heads, length) = (self.config.num_key_value_heads, self.max_len as i64 + 1);
+        places
+            .flat_map(|(slot, position)| {
+                (0..heads).map(move |head| (slot * heads + head) * length + position)
+            })
+            .collect()
+    }
+
+    fn on_device(&self, values: &[i64]) -> Tensor {
+        Tensor::from_slice(values).to_device(self.embedding.device())
+    }
+
+    /// Runs `rows × time` tokens through the layers; returns hidden states after the last norm, `[rows·time, D]`.
+    fn forward(&mut self, step: &Step) -> Result<Tensor, ModelError> {
+        let c = &self.config;
+        let (heads, kv_heads, width) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let (group, tokens) = (heads / kv_heads, step.rows * step.time);
+        let norm =
+            |x: &Tensor, weight: &Tensor| x.rms_norm(c.hidden_size, Some(weight), c.rms_norm_eps);
+        let cos = self
+            .rotary
+            .cos
+            .index_select(0, &step.positions)
+            .unsqueeze(1);
+        let sin = self
+            .rotary
+            .sin
+            .index_select(0, &step.positions)
+            .unsqueeze(1);
+        // A key may be seen from its own position on. [rows, 1, time, reach]
+        let keys_at = Tensor::arange(step.reach, (Kind::Int64, step.positions.device()));
+        let mask = keys_at
+            .less_equal_tensor(&step.positions.view([step.rows, 1, step.time, 1]))
+            .logical_not()
+            .to_kind(Kind::Float)
+            * -1e30;
+        // Query heads that share a key head are treated as further queries of it. [rows, 1, group·time, reach]
+        let mask = if step.time == 1 || group == 1 {
+            mask
+        } else {
+            mask.repeat([1, 1, group, 1])
+        };
+        let mut x = self.embedding.index_select(0, &step.ids);
+        for layer in &mut self.layers {
+            let qkv = linear(&norm(&x, &layer.input_norm), &layer.qkv).view([
+                tokens,
+                heads + 2 * kv_heads,
+                width,
+            ]);
+            let turned = qkv.narrow(1, 0, heads + kv_heads);
+            let mut qk = &turned * &cos;
+            let qk = qk.addcmul_(&turned.roll(width / 2, -1), &sin);
+            let (k, v) = (
+                qk.narrow(1, heads, kv_heads),
+                qkv.narrow(1, heads + kv_heads, kv_heads),
+            );
+            drop(
+                layer
+                    .keys
+                    .f_index_copy_(0, &step.cells, &k.reshape([-1, width]))?,
+            );
+            drop(
+                layer
+                    .values
+                    .f_index_copy_(0, &step.cells, &v.reshape([-1, width]))?,
+            );
+            // [rows, KV, group·time, W]
+            let q = qk
+                .narrow(1, 0, heads)
+                .view([step.rows, step.time, kv_heads, group, width])
+                .permute([0, 2, 3, 1, 4])
+                .reshape([step.rows, kv_heads, group * step.time, width]);
+            let shape = [self.slots as i64, kv_heads, self.max_len as i64 + 1, width];
+            let read = |cache: &Tensor| {
+                let cache = cache.view(shape).narrow(2, 0, step.reach);
+                match &step.read {
+                    Slots::Range(start, n) => cache.narrow(0, *start, *n),
+                    Slots::List(slots) => cache.index_select(0, slots),
+                }
+            };
+            let attended = Tensor::f_scaled_dot_product_attention(
+                &q,
+                &read(&layer.keys),
+                &read(&layer.values),
+                Some(&mask),
+                0.0,
+                false,
+                None,
+                false,
+            )?
+            .view([step.rows, kv_heads, group, step.time, width])
+            .permute([0, 3, 1, 2, 4])
+            .reshape([tokens, heads * width]);
+            x = x + linear(&attended, &layer.o);
+            let gate_up = linear(&norm(&x, &layer.post_attention_norm), &layer.gate_up);
+            let gate = gate_up.narrow(1, 0, c.intermediate_size);
+            let up = gate_up.narrow(1, c.intermediate_size, c.intermediate_size);
+            x = x + linear(&(gate.silu() * up), &layer.down);
+        }
+        Ok(norm(&x, &self.final_norm))
+    }
+}
+
+/// Which slots' caches a step reads: a range is read in place, a list is copied out.
+enum Slots {
+    Range(i64, i64),
+    List(Tensor),
+}
+
+struct Step {
+    /// `[rows·time]`
+    ids: Tensor,
+    /// `[rows·time]`
+    positions: Tensor,
+    /// `[rows·time·KV]`
+    cells: Tensor,
+    rows: i64,
+    time: i64,
+    /// How many positions of each slot are looked at.
+    reach: i64,
+    read: Slots,
+}
