@@ -1,1 +1,29 @@
-fn main() {}
+//! The static program behind the `local` sandboxes; see the library for what it speaks.
+//!
+//! `drillyard-sandbox-init helper` takes its control socket as standard input. It is single-threaded throughout: it
+//! clones PID 1 of each sandbox from itself without another `exec`, which no threaded program could do safely.
+
+mod birth;
+mod calls;
+mod cgroup;
+mod filetools;
+mod helper;
+mod pid1;
+mod scan;
+mod sys;
+mod world;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    match std::env::args().nth(1).as_deref() {
+        Some("helper") => helper::run(),
+        _ => {
+            let _ = std::io::Write::write_all(
+                &mut std::io::stderr(),
+                b"drillyard-sandbox-init is started by drillyard; it does nothing by itself\n",
+            );
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,165 @@
+//! The conversation between the program and the helper that makes its sandboxes.
+//!
+//! Carried by a `SOCK_SEQPACKET` pair, one frame a packet. The program's first message is a [`Start`]; the helper
+//! answers with [`Event::Started`] or [`Event::Unable`] and from then on takes [`Order`]s. The helper ends, and with
+//! it every sandbox, when the socket closes.
+
+use serde::{Deserialize, Serialize};
+
+use crate::frame::Span;
+
+/// The limits every sandbox of a helper gets.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LimitSpec {
+    /// Memory of all processes and of the files in the sandbox together, in bytes.
+    pub memory_bytes: u64,
+    /// Size of the file system that holds /work, /tmp and /dev/shm, in bytes.
+    pub disk_bytes: u64,
+    /// How many files that file system holds.
+    pub inodes: u64,
+    /// Processes and threads of the tools.
+    pub pids: u64,
+    /// Thousandths of a processor.
+    pub milli_cpus: u64,
+    /// Open files a process.
+    pub open_files: u64,
+    /// Bytes of standard output kept a call, and as many of standard error; the call is killed beyond it.
+    pub output_bytes: u64,
+}
+
+/// A host path that appears, read-only, inside.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Bind {
+    /// Where it lies on the host.
+    pub host: String,
+    /// Where it appears, absolute.
+    pub inside: String,
+}
+
+/// A small file made for the sandboxes' root.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Made {
+    /// Where it appears, absolute.
+    pub inside: String,
+    /// Its text.
+    pub text: String,
+}
+
+/// A symbolic link made in the sandboxes' root.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Link {
+    /// Where it appears, absolute.
+    pub inside: String,
+    /// What it points to.
+    pub target: String,
+}
+
+/// What the helper needs to know once.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Start {
+    /// Names this helper's control groups: `PID-STARTTIME-N` (process id and start time of the program, number of the
+    /// pool in it), so that a later program can tell what a dead one left.
+    pub owner: String,
+    /// Limits of every sandbox.
+    pub limits: LimitSpec,
+    /// Host paths that appear inside, in order.
+    pub binds: Vec<Bind>,
+    /// Files made for the root.
+    pub made: Vec<Made>,
+    /// Links made in the root.
+    pub links: Vec<Link>,
+    /// The system call filter: an array of `struct sock_filter`, in the frame's body.
+    pub filter: Span,
+    /// The shell of shell calls, absolute inside.
+    pub shell: String,
+    /// The environment of every tool, as `NAME=value`.
+    pub env: Vec<String>,
+    /// False to do without control groups even where the host grants them (a probe of the weaker mode).
+    pub cgroups: bool,
+}
+
+/// What the program asks of a started helper.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// Make a sandbox.
+    Create {
+        /// The program's name for it, never used twice.
+        id: u64,
+    },
+    /// Kill a sandbox and take away what it held.
+    Destroy {
+        /// Its name.
+        id: u64,
+    },
+}
+
+/// How far a limit holds on this host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Holds {
+    /// The kernel enforces it on the whole sandbox.
+    Yes,
+    /// It is enforced in part; the row says which.
+    Partly,
+    /// This host offers no way to enforce it.
+    No,
+}
+
+/// One limit and how it holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LimitRow {
+    /// The limit's name: `memory`, `disk`, `processes`, …
+    pub limit: String,
+    /// Its value, with unit.
+    pub value: String,
+    /// Whether it holds.
+    pub holds: Holds,
+    /// By which means, or why not.
+    pub how: String,
+}
+
+/// What the helper tells.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Event {
+    /// The helper is ready.
+    Started {
+        /// The limits and how they hold.
+        limits: Vec<LimitRow>,
+        /// `root` or `user`.
+        mode: String,
+        /// Leftover control groups of dead programs that were removed.
+        swept: u64,
+    },
+    /// The helper cannot make sandboxes here; it ends.
+    Unable {
+        /// The step that failed.
+        step: String,
+        /// The kernel's error number, 0 if the cause is another one.
+        errno: i32,
+        /// The error in words.
+        message: String,
+    },
+    /// A sandbox was cloned; its socket comes with this packet. PID 1 says [`crate::init::Reply::Ready`] on it.
+    Created {
+        /// Its name.
+        id: u64,
+    },
+    /// A sandbox could not be made.
+    Failed {
+        /// Its name.
+        id: u64,
+        /// The step that failed.
+        step: String,
+        /// The error in words.
+        message: String,
+    },
+    /// A sandbox is gone: killed by order, or by itself.
+    Gone {
+        /// Its name.
+        id: u64,
+        /// The signal that ended PID 1, if one did.
+        signal: Option<i32>,
+        /// Processes the kernel killed in it for want of memory over its whole life.
+        oom_kills: u64,
+    },
+}

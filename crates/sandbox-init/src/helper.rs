@@ -1,0 +1,316 @@
+//! The helper: takes orders on its control socket, makes and ends sandboxes, and leaves nothing behind.
+//!
+//! Two processes play it. The first, which the program starts, only waits. The second is PID 1 of a pid namespace that
+//! holds every sandbox, so that whatever ends it ends them all; it leaves when the control socket closes.
+
+use std::collections::BTreeMap;
+use std::os::fd::{AsRawFd, RawFd};
+use std::process::ExitCode;
+
+use drillyard_sandbox_init::control::{Event, Holds, LimitRow, LimitSpec, Order, Start};
+use drillyard_sandbox_init::frame;
+
+use crate::birth::{self, Sandbox};
+use crate::cgroup::{Controller, Driver};
+use crate::sys::{self, Failure};
+use crate::world::{self, Mode};
+
+const CONTROL: RawFd = 0;
+const PACKET: usize = 192 << 10;
+
+/// Plays the helper until the control socket closes.
+pub fn run() -> ExitCode {
+    let mut buffer = vec![0; PACKET];
+    let Some((start, filter)) = receive_start(&mut buffer) else {
+        return ExitCode::from(2);
+    };
+    let (driver, swept) = if start.cgroups {
+        Driver::open(&start.owner)
+    } else {
+        (Driver::None("not asked for".into()), 0)
+    };
+    let outcome = world::leave().and_then(|mode| {
+        let inner = sys::fork().map_err(|error| Failure {
+            step: "fork".into(),
+            error,
+        })?;
+        Ok((mode, inner))
+    });
+    match outcome {
+        Err(failure) => {
+            driver.remove_own(&start.owner);
+            unable(&failure)
+        }
+        Ok((_, sys::Cloned::Parent(pid))) => {
+            // Keep no copy of the control socket: its end must be seen by both sides.
+            let _ = sys::close_from(0);
+            match sys::reap(pid, true) {
+                Ok(Some(ended)) if ended.status == 0 => ExitCode::SUCCESS,
+                _ => ExitCode::FAILURE,
+            }
+        }
+        Ok((mode, sys::Cloned::Child)) => {
+            let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
+            if let Err(failure) = world::build(&start) {
+                driver.remove_own(&start.owner);
+                return unable(&failure);
+            }
+            let limits = report(&start.limits, &driver, mode);
+            let started = Event::Started {
+                limits,
+                mode: match mode {
+                    Mode::Root => "root".into(),
+                    Mode::User => "user".into(),
+                },
+                swept,
+            };
+            if tell(&started, None).is_err() {
+                return ExitCode::FAILURE;
+            }
+            Yard {
+                start,
+                filter,
+                driver,
+                mode,
+                live: BTreeMap::new(),
+                doomed: Vec::new(),
+            }
+            .serve(&mut buffer)
+        }
+    }
+}
+
+struct Yard {
+    start: Start,
+    filter: Vec<u8>,
+    driver: Driver,
+    mode: Mode,
+    /// By the pid of their PID 1.
+    live: BTreeMap<i32, Sandbox>,
+    /// Ended, but their control group was still busy.
+    doomed: Vec<Sandbox>,
+}
+
+impl Yard {
+    fn serve(mut self, buffer: &mut [u8]) -> ExitCode {
+        let Ok(signals) = sys::sigchld_fd() else {
+            return ExitCode::FAILURE;
+        };
+        loop {
+            let mut fds = [sys::pollfd(CONTROL), sys::pollfd(signals.as_raw_fd())];
+            let wait = if self.doomed.is_empty() { -1 } else { 20 };
+            if sys::poll(&mut fds, wait).is_err() {
+                break;
+            }
+            if fds[1].revents != 0 {
+                sys::drain(signals.as_raw_fd());
+                self.reap();
+            }
+            let driver = &self.driver;
+            self.doomed
+                .retain(|s| s.group.as_ref().is_some_and(|g| driver.remove(g).is_err()));
+            if fds[0].revents != 0 {
+                match sys::read(CONTROL, buffer) {
+                    Ok(0) | Err(_) => break,
+                    Ok(n) => {
+                        let Some(order) = parse::<Order>(&buffer[..n]) else {
+                            break;
+                        };
+                        if self.obey(&order).is_err() {
+                            break;
+                        }
+                    }
+                }
+            }
+        }
+        self.end()
+    }
+
+    fn obey(&mut self, order: &Order) -> std::io::Result<()> {
+        match *order {
+            Order::Create { id } => {
+                match birth::make(id, &self.start, &self.filter, &self.driver, self.mode) {
+                    Ok((sandbox, socket)) => {
+                        self.live.insert(sandbox.pid, sandbox);
+                        tell(&Event::Created { id }, Some(socket.as_raw_fd()))
+                    }
+                    Err(failure) => tell(
+                        &Event::Failed {
+                            id,
+                            step: failure.step,
+                            message: failure.error.to_string(),
+                        },
+                        None,
+                    ),
+                }
+            }
+            Order::Destroy { id } => {
+                // One that is gone already was told of then.
+                if let Some(sandbox) = self.live.values().find(|s| s.id == id) {
+                    let _ = sys::kill(sandbox.pid, libc::SIGKILL);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn reap(&mut self) {
+        while let Ok(Some(ended)) = sys::reap(-1, false) {
+            let Some(sandbox) = self.live.remove(&ended.pid) else {
+                continue;
+            };
+            let signal = libc::WIFSIGNALED(ended.status).then(|| libc::WTERMSIG(ended.status));
+            let oom_kills = sandbox.group.as_ref().map_or(0, |g| g.meter.read().oom_kills);
+            let id = sandbox.id;
+            if sandbox
+                .group
+                .as_ref()
+                .is_some_and(|g| self.driver.remove(g).is_err())
+            {
+                self.doomed.push(sandbox);
+            }
+            let _ = tell(
+                &Event::Gone {
+                    id,
+                    signal,
+                    oom_kills,
+                },
+                None,
+            );
+        }
+    }
+
+    /// Kills what lives, waits for it, removes every group.
+    fn end(mut self) -> ExitCode {
+        for pid in self.live.keys() {
+            let _ = sys::kill(*pid, libc::SIGKILL);
+        }
+        while let Ok(Some(ended)) = sys::reap(-1, true) {
+            if let Some(sandbox) = self.live.remove(&ended.pid) {
+                self.doomed.push(sandbox);
+            }
+        }
+        for _ in 0..50 {
+            let driver = &self.driver;
+            self.doomed
+                .retain(|s| s.group.as_ref().is_some_and(|g| driver.remove(g).is_err()));
+            if self.doomed.is_empty() {
+                break;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        self.driver.remove_own(&self.start.owner);
+        ExitCode::SUCCESS
+    }
+}
+
+fn receive_start(buffer: &mut [u8]) -> Option<(Start, Vec<u8>)> {
+    let n = sys::read(CONTROL, buffer).ok()?;
+    let packet = buffer.get(..n)?;
+    let start: Start = parse(packet)?;
+    let prefix = packet.get(..frame::PREFIX)?.try_into().ok()?;
+    let (head, _) = frame::lengths(prefix, PACKET as u64).ok()?;
+    let filter = start.filter.of(packet.get(frame::PREFIX + head..)?)?.to_vec();
+    Some((start, filter))
+}
+
+fn parse<T: serde::de::DeserializeOwned>(packet: &[u8]) -> Option<T> {
+    let prefix = packet.get(..frame::PREFIX)?.try_into().ok()?;
+    let (head, _) = frame::lengths(prefix, PACKET as u64).ok()?;
+    frame::decode(packet.get(frame::PREFIX..frame::PREFIX + head)?).ok()
+}
+
+fn tell(event: &Event, pass: Option<RawFd>) -> std::io::Result<()> {
+    sys::send(CONTROL, &frame::encode(event, 0)?, pass)
+}
+
+fn unable(failure: &Failure) -> ExitCode {
+    let _ = tell(
+        &Event::Unable {
+            step: failure.step.clone(),
+            errno: failure.error.raw_os_error().unwrap_or(0),
+            message: failure.error.to_string(),
+        },
+        None,
+    );
+    ExitCode::from(30)
+}
+
+fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
+    let row = |limit: &str, value: String, holds: Holds, how: String| LimitRow {
+        limit: limit.into(),
+        value,
+        holds,
+        how,
+    };
+    let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+    let mut rows = vec![row(
+        "wall time",
+        "per call and episode".into(),
+        Holds::Yes,
+        "clock outside and inside; the whole pid namespace is killed".into(),
+    )];
+    let memory = driver.has(Controller::Memory);
+    rows.push(row(
+        "memory",
+        mib(limits.memory_bytes),
+        if memory { Holds::Yes } else { Holds::Partly },
+        if memory {
+            driver.how(Controller::Memory)
+        } else {
+            format!("for each process alone (RLIMIT_DATA); {}", driver.how(Controller::Memory))
+        },
+    ));
+    rows.push(row(
+        "processes",
+        limits.pids.to_string(),
+        Holds::Yes,
+        if driver.has(Controller::Pids) {
+            format!("{} and RLIMIT_NPROC of its user namespace", driver.how(Controller::Pids))
+        } else {
+            "RLIMIT_NPROC of its user namespace".into()
+        },
+    ));
+    let cpu = driver.has(Controller::Cpu);
+    rows.push(row(
+        "processors",
+        format!("{}.{:03}", limits.milli_cpus / 1000, limits.milli_cpus % 1000),
+        if cpu { Holds::Yes } else { Holds::No },
+        driver.how(Controller::Cpu),
+    ));
+    rows.push(row(
+        "disk",
+        format!("{}, {} files", mib(limits.disk_bytes), limits.inodes),
+        Holds::Yes,
+        "size and inodes of a tmpfs that holds /work, /tmp and /dev/shm".into(),
+    ));
+    rows.push(row(
+        "open files",
+        limits.open_files.to_string(),
+        Holds::Yes,
+        "RLIMIT_NOFILE, each process".into(),
+    ));
+    rows.push(row(
+        "output",
+        format!("{} a stream and call", mib(limits.output_bytes)),
+        Holds::Yes,
+        "read inside with a cap; the call is killed beyond it".into(),
+    ));
+    rows.push(row(
+        "network",
+        "none".into(),
+        Holds::Yes,
+        "a network namespace of its own with loopback only; other address families refused".into(),
+    ));
+    rows.push(row(
+        "identity",
+        "no privileges".into(),
+        Holds::Yes,
+        match mode {
+            Mode::Root => "tools and PID 1 under two host ids of their own, no capabilities",
+            Mode::User => "tools under the id of PID 1, which cannot be traced; no capabilities",
+        }
+        .into(),
+    ));
+    rows
+}

@@ -1,0 +1,44 @@
+//! What a kind of sandbox must bring: a place where PID 1 runs, and a byte stream to it.
+
+use std::future::Future;
+use std::pin::Pin;
+
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use crate::{ImageReport, LimitsReport, SandboxError};
+
+/// A future that can be kept in a trait object.
+pub type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// A byte stream.
+pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Stream for T {}
+
+/// A kind of sandbox.
+pub trait Backend: Send + Sync {
+    /// Its name in configuration and records.
+    fn name(&self) -> &'static str;
+    /// Which limits hold.
+    fn limits(&self) -> &LimitsReport;
+    /// Which root file system is used.
+    fn image(&self) -> &ImageReport;
+    /// Makes a sandbox; its PID 1 says [`drillyard_sandbox_init::init::Reply::Ready`] on the stream when it is set up.
+    fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>>;
+}
+
+/// One sandbox, as its backend knows it. Dropping it kills it without waiting.
+pub trait Cell: Send {
+    /// The stream to PID 1, unless it is lost.
+    fn stream(&mut self) -> Option<&mut dyn Stream>;
+    /// Kills every process and takes away what the sandbox held; comes back when it is gone.
+    fn destroy(self: Box<Self>) -> Boxed<'static, Autopsy>;
+}
+
+/// What is known of an ended sandbox.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Autopsy {
+    /// The signal that ended PID 1.
+    pub signal: Option<i32>,
+    /// Processes killed for want of memory over the sandbox's life.
+    pub oom_kills: u64,
+}

@@ -1,0 +1,88 @@
+//! What a pool of sandboxes is asked to be.
+
+use std::time::Duration;
+
+use camino::Utf8PathBuf;
+
+/// The root file system of sandboxes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Image {
+    /// The host's own programs and libraries, read-only, from an allow-list of paths (`/usr` and what belongs to it).
+    #[default]
+    Host,
+}
+
+/// Limits of each sandbox. [`crate::LimitsReport`] tells which of them hold on a host.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Limits {
+    /// A call that takes longer is killed; a call's own shorter clock is honoured.
+    pub call_timeout: Duration,
+    /// How long an episode may take. Kept here for whoever runs episodes; the sandbox itself does not act on it.
+    pub episode_timeout: Duration,
+    /// Memory of all processes and files together, in bytes.
+    pub memory_bytes: u64,
+    /// Bytes of all files in /work, /tmp and /dev/shm together. They live in memory: at most three quarters of
+    /// `memory_bytes` are given.
+    pub disk_bytes: u64,
+    /// How many files /work, /tmp and /dev/shm hold together.
+    pub files: u64,
+    /// Processes and threads.
+    pub pids: u64,
+    /// Open files of each process.
+    pub open_files: u64,
+    /// Bytes of standard output and of standard error that a call may print, each; all of it is kept, and a call that
+    /// prints more is killed.
+    pub output_bytes: u64,
+    /// Processors' worth of time.
+    pub cpus: f64,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            call_timeout: Duration::from_secs(30),
+            episode_timeout: Duration::from_secs(600),
+            memory_bytes: 4 << 30,
+            disk_bytes: 1 << 30,
+            files: 100_000,
+            pids: 256,
+            open_files: 1024,
+            output_bytes: 4 << 20,
+            cpus: 2.0,
+        }
+    }
+}
+
+/// A pool's configuration.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SandboxConfig {
+    /// The kind of sandbox: `local`.
+    pub backend: String,
+    /// The root file system.
+    pub image: Image,
+    /// More host paths to show inside, read-only, at the same place (an allow-list: nothing else of the host is seen).
+    pub host_paths: Vec<Utf8PathBuf>,
+    /// The limits of each sandbox.
+    pub limits: Limits,
+    /// How many sandboxes are kept ready.
+    pub pool_size: usize,
+    /// Where the static helper programs lie; by default DRILLYARD_HELPERS, or `helpers/` near the running program.
+    pub helpers_dir: Option<Utf8PathBuf>,
+    /// False to do without control groups even where the host grants them: then memory is limited for each process
+    /// alone and processor time not at all, as for an ordinary user without delegated groups.
+    pub control_groups: bool,
+}
+
+impl Default for SandboxConfig {
+    fn default() -> Self {
+        Self {
+            backend: "local".to_owned(),
+            image: Image::Host,
+            host_paths: Vec::new(),
+            limits: Limits::default(),
+            pool_size: 8,
+            helpers_dir: None,
+            control_groups: true,
+        }
+    }
+}

@@ -1,0 +1,268 @@
+//! What of the host goes into a sandbox's root, where the helper programs lie, and what to tell a user whose host forbids
+//! sandboxes.
+
+use camino::{Utf8Path, Utf8PathBuf};
+
+use drillyard_sandbox_init::control::{Bind, Link, Made};
+
+use crate::{ImageReport, SandboxError};
+
+/// The helper that makes sandboxes.
+pub const INIT: &str = "drillyard-sandbox-init";
+/// The SQL tool, shown inside.
+pub const SQL_TOOL: &str = "drillyard-sql-tool";
+/// Where the helper programs for tools appear inside.
+const TOOLS: &str = "/opt/drillyard/bin";
+
+/// The directories that hold a host's programs and libraries; links among them stay links.
+const SYSTEM: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"];
+const DEVICES: [&str; 5] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"];
+/// Files of /etc that programs need and that tell nothing of the host's people or network.
+const ETC: [&str; 6] = [
+    "/etc/mime.types",
+    "/etc/protocols",
+    "/etc/services",
+    "/etc/inputrc",
+    "/etc/debian_version",
+    "/etc/magic",
+];
+
+const PASSWD: &str = "root:x:0:0:root:/:/usr/sbin/nologin\nagent:x:1000:1000:agent:/work:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n";
+const GROUP: &str = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n";
+
+/// The root of sandboxes, as orders to the helper.
+pub struct Root {
+    pub binds: Vec<Bind>,
+    pub made: Vec<Made>,
+    pub links: Vec<Link>,
+    pub shell: String,
+    pub env: Vec<String>,
+    pub report: ImageReport,
+}
+
+/// Describes the root made of the host's own programs.
+pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxError> {
+    let mut binds = Vec::new();
+    let mut links = Vec::new();
+    let bind = |path: &str| Bind {
+        host: path.to_owned(),
+        inside: path.to_owned(),
+    };
+    for path in SYSTEM {
+        match fs_err::symlink_metadata(path) {
+            Ok(meta) if meta.is_symlink() => links.push(Link {
+                inside: path.to_owned(),
+                target: fs_err::read_link(path)?.to_string_lossy().into_owned(),
+            }),
+            Ok(meta) if meta.is_dir() => binds.push(bind(path)),
+            _ => {}
+        }
+    }
+    for path in ["/etc/alternatives", "/etc/ld.so.cache"].into_iter().chain(DEVICES) {
+        if Utf8Path::new(path).exists() {
+            binds.push(bind(path));
+        }
+    }
+    for path in extra {
+        if !path.is_absolute() || path.as_str() == "/" {
+            return Err(SandboxError::Config {
+                field: "host_paths",
+                message: format!("'{path}' is not an absolute path below /"),
+            });
+        }
+        if !path.exists() {
+            return Err(SandboxError::Config {
+                field: "host_paths",
+                message: format!("'{path}' does not exist on this host"),
+            });
+        }
+        binds.push(bind(path.as_str()));
+    }
+    let sql_tool = helpers.join(SQL_TOOL);
+    if sql_tool.exists() {
+        binds.push(Bind {
+            host: sql_tool.to_string(),
+            inside: format!("{TOOLS}/{SQL_TOOL}"),
+        });
+    }
+    for (inside, target) in [
+        ("/dev/fd", "/proc/self/fd"),
+        ("/dev/stdin", "/proc/self/fd/0"),
+        ("/dev/stdout", "/proc/self/fd/1"),
+        ("/dev/stderr", "/proc/self/fd/2"),
+        ("/var/tmp", "/tmp"),
+    ] {
+        links.push(Link {
+            inside: inside.to_owned(),
+            target: target.to_owned(),
+        });
+    }
+    let system = fs_err::read_to_string("/etc/os-release").unwrap_or_default();
+    let mut made: Vec<Made> = [
+        ("/etc/passwd", PASSWD),
+        ("/etc/group", GROUP),
+        ("/etc/hostname", "sandbox\n"),
+        ("/etc/hosts", "127.0.0.1 localhost sandbox\n::1 localhost\n"),
+        ("/etc/resolv.conf", ""),
+        ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
+        ("/etc/os-release", &system),
+    ]
+    .into_iter()
+    .map(|(inside, text)| Made {
+        inside: inside.to_owned(),
+        text: text.to_owned(),
+    })
+    .collect();
+    for path in ETC {
+        if let Ok(text) = fs_err::read_to_string(path)
+            && text.len() <= 64 << 10
+        {
+            made.push(Made {
+                inside: path.to_owned(),
+                text,
+            });
+        }
+    }
+    let shell = if Utf8Path::new("/bin/bash").exists() {
+        "/bin/bash"
+    } else {
+        "/bin/sh"
+    };
+    let report = report(&system, helpers, &binds);
+    Ok(Root {
+        binds,
+        made,
+        links,
+        shell: shell.to_owned(),
+        env: [
+            &format!("PATH={TOOLS}:/usr/local/bin:/usr/bin:/bin"),
+            "HOME=/work",
+            "TMPDIR=/tmp",
+            "LANG=C.UTF-8",
+        ]
+        .into_iter()
+        .map(str::to_owned)
+        .collect(),
+        report,
+    })
+}
+
+fn report(system: &str, helpers: &Utf8Path, binds: &[Bind]) -> ImageReport {
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(system.as_bytes());
+    for list in ["/var/lib/dpkg/status", "/lib/apk/db/installed", "/var/lib/rpm/rpmdb.sqlite"] {
+        if let Ok(bytes) = fs_err::read(list) {
+            hasher.update(&bytes);
+        }
+    }
+    for bind in binds {
+        hasher.update(bind.inside.as_bytes());
+        hasher.update(b"\n");
+    }
+    for program in [INIT, SQL_TOOL] {
+        if let Ok(bytes) = fs_err::read(helpers.join(program)) {
+            hasher.update(&bytes);
+        }
+    }
+    let name = system
+        .lines()
+        .find_map(|l| l.strip_prefix("PRETTY_NAME="))
+        .unwrap_or("unknown")
+        .trim_matches('"');
+    ImageReport {
+        name: "host".to_owned(),
+        digest: hasher.finalize().to_hex().to_string(),
+        system: name.to_owned(),
+    }
+}
+
+/// Finds the directory of the helper programs.
+pub fn helpers_dir(configured: Option<&Utf8Path>) -> Result<Utf8PathBuf, SandboxError> {
+    let mut looked = Vec::new();
+    let mut places = Vec::new();
+    if let Some(dir) = configured {
+        places.push(dir.to_owned());
+    } else if let Ok(dir) = std::env::var("DRILLYARD_HELPERS") {
+        places.push(Utf8PathBuf::from(dir));
+    } else if let Some(exe) = std::env::current_exe().ok().and_then(|e| Utf8PathBuf::from_path_buf(e).ok()) {
+        for dir in exe.ancestors().skip(1) {
+            places.push(dir.join("helpers"));
+            if dir.file_name() == Some("target") {
+                break;
+            }
+        }
+    }
+    for place in places {
+        if place.join(INIT).is_file() {
+            return Ok(place.canonicalize_utf8().unwrap_or(place));
+        }
+        looked.push(place.to_string());
+    }
+    Err(SandboxError::NoHelper {
+        looked: looked.join(", "),
+    })
+}
+
+/// What stands in the way of sandboxes on this host, and what removes it.
+pub fn remedy() -> String {
+    let sysctl = |path: &str| {
+        fs_err::read_to_string(format!("/proc/sys/{path}"))
+            .ok()
+            .map(|text| text.trim().to_owned())
+    };
+    let mut lines = Vec::new();
+    if sysctl("kernel/apparmor_restrict_unprivileged_userns").as_deref() == Some("1") {
+        lines.push(
+            "AppArmor restricts user namespaces here (Ubuntu 24.04 and later do): as root, run\n  \
+             sysctl -w kernel.apparmor_restrict_unprivileged_userns=0\n\
+             or give drillyard-sandbox-init an AppArmor profile with the rule 'userns,'",
+        );
+    }
+    if sysctl("kernel/unprivileged_userns_clone").as_deref() == Some("0") {
+        lines.push("user namespaces are off for ordinary users: as root, run\n  sysctl -w kernel.unprivileged_userns_clone=1");
+    }
+    if sysctl("user/max_user_namespaces").as_deref() == Some("0") {
+        lines.push("no user namespaces are allowed: as root, run\n  sysctl -w user.max_user_namespaces=10000");
+    }
+    if Utf8Path::new("/.dockerenv").exists() || Utf8Path::new("/run/.containerenv").exists() {
+        lines.push(
+            "this is a container, whose system call filter or masked /proc may forbid it: start it with\n  \
+             --security-opt seccomp=unconfined --security-opt systempaths=unconfined --cap-add SYS_ADMIN",
+        );
+    }
+    if lines.is_empty() {
+        lines.push(
+            "sandboxes need Linux 5.14 or newer with user namespaces; run as root, or ask whoever runs this host to allow them \
+             (is a system call filter or security module in the way?)",
+        );
+    }
+    lines.push("nothing is run without isolation");
+    lines.join("\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_helper_says_how_to_get_it() {
+        let error = helpers_dir(Some(Utf8Path::new("/nonexistent"))).unwrap_err().to_string();
+        assert!(error.contains("make helpers") && error.contains("/nonexistent"), "{error}");
+    }
+
+    #[test]
+    fn nothing_of_home_or_etc_passwd_is_shown() {
+        let root = root(Utf8Path::new("/nonexistent"), &[]).unwrap();
+        for bind in &root.binds {
+            let allowed = ["/usr", "/bin", "/sbin", "/lib", "/dev/", "/etc/alternatives", "/etc/ld.so.cache"];
+            assert!(allowed.iter().any(|a| bind.host.starts_with(a)), "{bind:?}");
+        }
+        let passwd = root.made.iter().find(|m| m.inside == "/etc/passwd").unwrap();
+        assert_eq!(passwd.text.lines().count(), 3);
+    }
+
+    #[test]
+    fn the_remedy_always_ends_with_the_promise() {
+        assert!(remedy().ends_with("nothing is run without isolation"));
+    }
+}

@@ -1,0 +1,164 @@
+//! The `local` backend: sandboxes of kernel namespaces on this machine, made by the helper.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::net::UnixStream;
+
+use drillyard_sandbox_init::control::{LimitSpec, Start};
+use drillyard_sandbox_init::frame;
+
+use crate::client::Client;
+use crate::{Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream};
+use crate::{filter, host};
+
+/// Numbers the helpers of this program.
+static HELPERS: AtomicU64 = AtomicU64::new(0);
+
+pub struct Local {
+    client: Arc<Client>,
+    limits: LimitsReport,
+    image: ImageReport,
+}
+
+impl Local {
+    pub async fn start(config: &SandboxConfig) -> Result<Self, SandboxError> {
+        let limits = spec(config)?;
+        let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
+        let root = host::root(&helpers, &config.host_paths)?;
+        let mut body = Vec::new();
+        let program = filter::program().map_err(|message| SandboxError::Create {
+            step: "system call filter".into(),
+            message,
+        })?;
+        let start = Start {
+            owner: format!("{}-{}", owner()?, HELPERS.fetch_add(1, Ordering::Relaxed)),
+            limits,
+            binds: root.binds,
+            made: root.made,
+            links: root.links,
+            filter: frame::put(&mut body, &program),
+            shell: root.shell,
+            env: root.env,
+            cgroups: config.control_groups,
+        };
+        let helper = helpers.join(host::INIT);
+        let (client, started) = tokio::task::spawn_blocking(move || Client::start(&helper, &start, &body))
+            .await
+            .map_err(|_| SandboxError::HelperGone)??;
+        if started.swept > 0 {
+            tracing::info!(groups = started.swept, "removed control groups that an earlier program left");
+        }
+        Ok(Self {
+            client: Arc::new(client),
+            limits: LimitsReport {
+                backend: "local".into(),
+                mode: started.mode,
+                rows: started.limits,
+            },
+            image: root.report,
+        })
+    }
+}
+
+impl Backend for Local {
+    fn name(&self) -> &'static str {
+        "local"
+    }
+
+    fn limits(&self) -> &LimitsReport {
+        &self.limits
+    }
+
+    fn image(&self) -> &ImageReport {
+        &self.image
+    }
+
+    fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>> {
+        Box::pin(async {
+            let (id, socket) = self.client.create().await?;
+            let mut cell = LocalCell {
+                id,
+                client: Arc::clone(&self.client),
+                stream: None,
+                gone: false,
+            };
+            let socket = std::os::unix::net::UnixStream::from(socket);
+            socket.set_nonblocking(true)?;
+            cell.stream = Some(UnixStream::from_std(socket)?);
+            Ok(Box::new(cell) as Box<dyn Cell>)
+        })
+    }
+}
+
+struct LocalCell {
+    id: u64,
+    client: Arc<Client>,
+    /// There from creation on.
+    stream: Option<UnixStream>,
+    gone: bool,
+}
+
+impl Cell for LocalCell {
+    fn stream(&mut self) -> Option<&mut dyn Stream> {
+        self.stream.as_mut().map(|s| s as &mut dyn Stream)
+    }
+
+    fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
+        Box::pin(async move {
+            let autopsy = self.client.destroy(self.id).await;
+            self.gone = true;
+            autopsy
+        })
+    }
+}
+
+impl Drop for LocalCell {
+    fn drop(&mut self) {
+        if !self.gone {
+            self.client.forget(self.id);
+            self.client.kill(self.id);
+        }
+    }
+}
+
+fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
+    let limits = &config.limits;
+    let at_least = |field: &'static str, value: u64, least: u64| {
+        if value < least {
+            return Err(SandboxError::Config {
+                field,
+                message: format!("{value} is too small; at least {least} is needed"),
+            });
+        }
+        Ok(value)
+    };
+    if !(limits.cpus.is_finite() && limits.cpus >= 0.01) {
+        return Err(SandboxError::Config {
+            field: "cpus",
+            message: format!("{} is no number of processors", limits.cpus),
+        });
+    }
+    let memory_bytes = at_least("memory_bytes", limits.memory_bytes, 16 << 20)?;
+    Ok(LimitSpec {
+        memory_bytes,
+        // Files count as memory: a full disk must be a full disk, not a kill for want of memory.
+        disk_bytes: at_least("disk_bytes", limits.disk_bytes, 1 << 16)?.min(memory_bytes / 4 * 3),
+        inodes: at_least("files", limits.files, 16)?,
+        pids: at_least("pids", limits.pids, 2)?,
+        milli_cpus: (limits.cpus * 1000.0).round() as u64,
+        open_files: at_least("open_files", limits.open_files, 16)?,
+        output_bytes: at_least("output_bytes", limits.output_bytes, 1)?.min(256 << 20),
+    })
+}
+
+/// This program's process id and start time: together they are never used twice.
+fn owner() -> Result<String, SandboxError> {
+    let stat = fs_err::read_to_string("/proc/self/stat")?;
+    // The name, in brackets, may hold anything; fields are counted after its end.
+    let started = stat
+        .rfind(')')
+        .and_then(|end| stat[end + 1..].split_whitespace().nth(19))
+        .ok_or_else(|| std::io::Error::other("/proc/self/stat: too few fields"))?;
+    Ok(format!("{}-{started}", std::process::id()))
+}

@@ -1,0 +1,273 @@
+//! One leased sandbox.
+
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+use drillyard_sandbox_init::frame;
+use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
+
+use crate::{Autopsy, Call, CallResult, Cell, ChangedFile, Pool, SandboxError, Setup, Snapshot};
+
+/// What PID 1 may need beyond a call's clock: killing a large tree, hashing what changed, sending it.
+const SLACK: Duration = Duration::from_secs(20);
+/// Largest snapshot, in bytes of contents.
+const MAX_SNAPSHOT: u64 = 1 << 30;
+
+/// What a sandbox starts with.
+#[derive(Debug, Clone)]
+pub(crate) enum Contents {
+    Setup(Setup),
+    Snapshot(Snapshot),
+}
+
+/// A sandbox in use. Dropping it kills it; [`Sandbox::close`] also waits until it is gone.
+pub struct Sandbox {
+    pool: Pool,
+    /// There until the sandbox is lost or closed.
+    cell: Option<Box<dyn Cell>>,
+    contents: Contents,
+    leased: Instant,
+    /// A request was sent and its answer not yet read.
+    asking: bool,
+}
+
+impl std::fmt::Debug for Sandbox {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Sandbox")
+            .field("alive", &self.cell.is_some())
+            .finish_non_exhaustive()
+    }
+}
+
+impl Sandbox {
+    pub(crate) fn new(pool: Pool, cell: Box<dyn Cell>, contents: Contents) -> Self {
+        Self {
+            pool,
+            cell: Some(cell),
+            contents,
+            leased: Instant::now(),
+            asking: false,
+        }
+    }
+
+    /// Time since it was leased: the episode's clock.
+    pub fn age(&self) -> Duration {
+        self.leased.elapsed()
+    }
+
+    /// Whether it is lost: the next call would fail; [`Sandbox::reset`] or [`Sandbox::restore`] brings a fresh one.
+    pub fn is_lost(&self) -> bool {
+        self.cell.is_none()
+    }
+
+    /// Runs a call. What the tool does wrong is in the result; an error is the sandbox's fault. When the call returns,
+    /// no process that it started is alive.
+    pub async fn call(&mut self, call: Call) -> Result<CallResult, SandboxError> {
+        let limits = self.pool.configured();
+        let timeout = call.timeout().unwrap_or(limits.call_timeout).min(limits.call_timeout);
+        let max_body = 2 * limits.output_bytes + CONTENT_BYTES + (1 << 20);
+        let mut body = Vec::new();
+        let request = Request::Call {
+            what: call.into_what(&mut body),
+            timeout_us: timeout.as_micros() as u64,
+        };
+        let started = Instant::now();
+        match self.ask(&request, &body, max_body, timeout + SLACK).await {
+            Ok((Reply::Called(called), body)) => CallResult::of(*called, &body),
+            Ok((other, _)) => Err(unexpected(other)),
+            Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => {
+                Ok(CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()))
+            }
+            Err((error, _)) => Err(error),
+        }
+    }
+
+    /// Copies every file out.
+    pub async fn snapshot(&mut self) -> Result<Snapshot, SandboxError> {
+        let request = Request::Pack {
+            max_bytes: MAX_SNAPSHOT,
+        };
+        match self.ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK).await {
+            Ok((Reply::Packed { entries }, body)) => {
+                if entries.iter().any(|e| e.content.of(&body).is_none()) {
+                    return Err(SandboxError::Protocol(std::io::Error::other(
+                        "contents lie outside the message",
+                    )));
+                }
+                Ok(Snapshot {
+                    entries: entries.into(),
+                    body: body.into(),
+                })
+            }
+            Ok((other, _)) => Err(unexpected(other)),
+            Err((error, _)) => Err(error),
+        }
+    }
+
+    /// Brings the files to a snapshot's state, in a fresh sandbox: nothing else of the past remains either.
+    pub async fn restore(&mut self, snapshot: &Snapshot) -> Result<(), SandboxError> {
+        self.swap(Contents::Snapshot(snapshot.clone())).await
+    }
+
+    /// Back to the state it was leased in, in a fresh sandbox.
+    pub async fn reset(&mut self) -> Result<(), SandboxError> {
+        self.swap(self.contents.clone()).await
+    }
+
+    /// Replays recorded changes: writes files that were created or modified, removes those that were deleted. Refuses
+    /// changes whose content was not recorded.
+    pub async fn apply(&mut self, changes: &[ChangedFile]) -> Result<(), SandboxError> {
+        let mut body = Vec::new();
+        let mut entries = Vec::new();
+        let mut remove = Vec::new();
+        for change in changes {
+            if change.change == Change::Deleted {
+                remove.push(change.path.clone());
+                continue;
+            }
+            let content = match (&change.content, change.kind) {
+                (Some(bytes), _) => bytes.as_slice(),
+                (None, Kind::Dir) => &[],
+                (None, _) => {
+                    return Err(SandboxError::Refused {
+                        message: format!("the content of {} was not recorded", change.path),
+                    });
+                }
+            };
+            entries.push(Entry {
+                path: change.path.clone(),
+                kind: change.kind,
+                mode: change.mode,
+                mtime_ns: None,
+                content: frame::put(&mut body, content),
+            });
+        }
+        match self.ask(&Request::Unpack { entries, remove }, &body, 0, SLACK).await {
+            Ok((Reply::Done, _)) => Ok(()),
+            Ok((other, _)) => Err(unexpected(other)),
+            Err((error, _)) => Err(error),
+        }
+    }
+
+    /// Kills what runs and comes back when the sandbox is gone.
+    pub async fn close(mut self) {
+        if let Some(cell) = self.cell.take() {
+            cell.destroy().await;
+        }
+    }
+
+    async fn swap(&mut self, contents: Contents) -> Result<(), SandboxError> {
+        let fresh = self.pool.fresh(&contents).await?;
+        // The old one dies in its own time.
+        self.cell = Some(fresh);
+        self.asking = false;
+        self.contents = contents;
+        Ok(())
+    }
+
+    async fn ask(
+        &mut self,
+        request: &Request,
+        body: &[u8],
+        max_body: u64,
+        patience: Duration,
+    ) -> Result<(Reply, Vec<u8>), (SandboxError, Autopsy)> {
+        if self.asking {
+            return Err((SandboxError::Abandoned, Autopsy::default()));
+        }
+        let Some(cell) = self.cell.as_deref_mut() else {
+            let cause = "it was lost in an earlier call".into();
+            return Err((SandboxError::Lost { cause }, Autopsy::default()));
+        };
+        self.asking = true;
+        let answer = exchange(cell, request, body, max_body, patience).await;
+        self.asking = false;
+        match answer {
+            Ok(answer) => Ok(answer),
+            Err(error) => {
+                let autopsy = match self.cell.take() {
+                    Some(cell) => cell.destroy().await,
+                    None => Autopsy::default(),
+                };
+                let error = match error {
+                    SandboxError::Lost { cause } => SandboxError::Lost {
+                        cause: match autopsy.signal {
+                            Some(signal) => format!("{cause}; its supervisor was ended by signal {signal}"),
+                            None => cause,
+                        },
+                    },
+                    other => other,
+                };
+                Err((error, autopsy))
+            }
+        }
+    }
+}
+
+impl Drop for Sandbox {
+    fn drop(&mut self) {
+        self.pool.returned();
+    }
+}
+
+fn unexpected(reply: Reply) -> SandboxError {
+    match reply {
+        Reply::Refused { message } => SandboxError::Refused { message },
+        _ => SandboxError::Protocol(std::io::Error::other("an answer to another question")),
+    }
+}
+
+/// One request and its reply, within a time.
+pub(crate) async fn exchange(
+    cell: &mut dyn Cell,
+    request: &Request,
+    body: &[u8],
+    max_body: u64,
+    patience: Duration,
+) -> Result<(Reply, Vec<u8>), SandboxError> {
+    let talk = async {
+        let mut bytes = frame::encode(request, body.len())?;
+        let stream = cell.stream().ok_or_else(|| SandboxError::Lost {
+            cause: "no connection".into(),
+        })?;
+        if body.len() <= 64 << 10 {
+            bytes.extend_from_slice(body);
+            stream.write_all(&bytes).await.map_err(lost)?;
+        } else {
+            stream.write_all(&bytes).await.map_err(lost)?;
+            stream.write_all(body).await.map_err(lost)?;
+        }
+        receive(cell, max_body).await
+    };
+    tokio::time::timeout(patience, talk).await.unwrap_or(Err(SandboxError::Stuck {
+        seconds: patience.as_secs(),
+    }))
+}
+
+/// The next reply.
+pub(crate) async fn receive(cell: &mut dyn Cell, max_body: u64) -> Result<(Reply, Vec<u8>), SandboxError> {
+    let stream = cell.stream().ok_or_else(|| SandboxError::Lost {
+        cause: "no connection".into(),
+    })?;
+    let mut prefix = [0; frame::PREFIX];
+    stream.read_exact(&mut prefix).await.map_err(lost)?;
+    let (head_len, body_len) = frame::lengths(prefix, max_body).map_err(SandboxError::Protocol)?;
+    let mut head = vec![0; head_len];
+    stream.read_exact(&mut head).await.map_err(lost)?;
+    let mut body = vec![0; body_len];
+    stream.read_exact(&mut body).await.map_err(lost)?;
+    let reply = frame::decode(&head).map_err(SandboxError::Protocol)?;
+    Ok((reply, body))
+}
+
+fn lost(error: std::io::Error) -> SandboxError {
+    SandboxError::Lost {
+        cause: match error.kind() {
+            std::io::ErrorKind::UnexpectedEof
+            | std::io::ErrorKind::BrokenPipe
+            | std::io::ErrorKind::ConnectionReset => "its connection closed".into(),
+            _ => error.to_string(),
+        },
+    }
+}
