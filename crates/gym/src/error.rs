@@ -27,9 +27,12 @@ pub enum GymError {
         /// The asset asked for.
         name: String,
     },
-    /// A database could not be built or read.
-    #[error("the database of task set 'text2sql' could not be built")]
-    Database(#[from] rusqlite::Error),
+    /// The database could not be built.
+    #[error("the database of task set 'text2sql' could not be built: {reason}")]
+    Database {
+        /// What SQLite said.
+        reason: String,
+    },
     /// A file of questions does not parse.
     #[error("the questions of task set '{set}', line {line}: {reason}")]
     Questions {

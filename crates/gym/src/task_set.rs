@@ -8,6 +8,7 @@ use drillyard_schema::{Split, Task};
 use serde_json::{Value, json};
 
 use crate::error::GymError;
+use crate::text2sql::Text2Sql;
 use crate::wrangle::Wrangle;
 
 /// A kind of task within a set.
@@ -126,14 +127,16 @@ pub trait TaskSet: Send + Sync {
 }
 
 static WRANGLE: LazyLock<Arc<Wrangle>> = LazyLock::new(|| Arc::new(Wrangle));
+static TEXT2SQL: LazyLock<Arc<Text2Sql>> = LazyLock::new(|| Arc::new(Text2Sql));
 
 /// The names of the task sets, for messages.
-pub const TASK_SETS: &[&str] = &["wrangle"];
+pub const TASK_SETS: &[&str] = &["wrangle", "text2sql"];
 
 /// The task set of that name.
 pub fn task_set(name: &str) -> Option<Arc<dyn TaskSet>> {
     match name {
         "wrangle" => Some(WRANGLE.clone()),
+        "text2sql" => Some(TEXT2SQL.clone()),
         _ => None,
     }
 }
