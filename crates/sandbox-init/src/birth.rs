@@ -35,8 +35,13 @@ const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
 /// What PID 1 keeps to do its work, within its user namespace: start tools as another user, end them, and see to
 /// their files whatever the mode.
-const KEPT: u64 =
-    CAP_CHOWN | CAP_DAC_OVERRIDE | CAP_DAC_READ_SEARCH | CAP_FOWNER | CAP_KILL | CAP_SETGID | CAP_SETUID;
+const KEPT: u64 = CAP_CHOWN
+    | CAP_DAC_OVERRIDE
+    | CAP_DAC_READ_SEARCH
+    | CAP_FOWNER
+    | CAP_KILL
+    | CAP_SETGID
+    | CAP_SETUID;
 
 /// A sandbox as the helper knows it.
 pub struct Sandbox {
@@ -112,7 +117,14 @@ fn map_ids(id: u64, pid: i32, mode: Mode) -> std::io::Result<()> {
 }
 
 /// The child's life: set up, serve, end with the process.
-fn live(gate: &OwnedFd, socket: OwnedFd, meter: Meter, start: &Start, filter: &[u8], mode: Mode) -> ! {
+fn live(
+    gate: &OwnedFd,
+    socket: OwnedFd,
+    meter: Meter,
+    start: &Start,
+    filter: &[u8],
+    mode: Mode,
+) -> ! {
     // The gate opens when ids are mapped and the control group is joined; it closes unopened if the helper gave up.
     let mut byte = [0];
     if !matches!(sys::read(gate.as_raw_fd(), &mut byte), Ok(1)) {
@@ -141,7 +153,9 @@ fn settle<'a>(
     mode: Mode,
 ) -> Result<Inside<'a>, (RawFd, Failure)> {
     let raw = socket.as_raw_fd();
-    let (socket, meter) = keep(socket, meter).at("descriptors").map_err(|f| (raw, f))?;
+    let (socket, meter) = keep(socket, meter)
+        .at("descriptors")
+        .map_err(|f| (raw, f))?;
     let raw = socket.as_raw_fd();
     let own_id = match mode {
         Mode::Root => 0,
@@ -226,12 +240,18 @@ fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
     std::mem::forget(null);
     // SAFETY: closes what the helper holds; its values are never used or dropped in this process.
     sys::check(unsafe { libc::syscall(libc::SYS_close_range, 3, HIGH - 1, 0) } as i32)?;
-    let last = [Some(&socket), meter.peak.as_ref(), meter.oom.as_ref(), meter.cpu.as_ref(), meter.pids.as_ref()]
-        .into_iter()
-        .flatten()
-        .map(AsRawFd::as_raw_fd)
-        .max()
-        .unwrap_or(HIGH);
+    let last = [
+        Some(&socket),
+        meter.peak.as_ref(),
+        meter.oom.as_ref(),
+        meter.cpu.as_ref(),
+        meter.pids.as_ref(),
+    ]
+    .into_iter()
+    .flatten()
+    .map(AsRawFd::as_raw_fd)
+    .max()
+    .unwrap_or(HIGH);
     sys::close_from(last + 1)?;
     Ok((socket, meter))
 }

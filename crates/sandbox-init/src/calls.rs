@@ -20,10 +20,21 @@ const GRACE: Duration = Duration::from_millis(50);
 const NO_START: u8 = 1;
 
 enum Tool<'a> {
-    Program { candidates: Vec<CString>, argv: Vec<CString> },
-    Read { path: &'a str, max: u64 },
-    Write { path: &'a str, content: &'a [u8] },
-    List { path: &'a str },
+    Program {
+        candidates: Vec<CString>,
+        argv: Vec<CString>,
+    },
+    Read {
+        path: &'a str,
+        max: u64,
+    },
+    Write {
+        path: &'a str,
+        content: &'a [u8],
+    },
+    List {
+        path: &'a str,
+    },
 }
 
 /// Runs a call and answers it; bytes go to `out`.
@@ -40,13 +51,24 @@ pub fn run(
         Ok(prepared) => prepared,
         Err(message) => return refused(message),
     };
-    match call(inside, index, &tool, stdin, Duration::from_micros(timeout_us), out) {
+    match call(
+        inside,
+        index,
+        &tool,
+        stdin,
+        Duration::from_micros(timeout_us),
+        out,
+    ) {
         Ok(called) => Reply::Called(Box::new(called)),
         Err(error) => refused(format!("the call could not be started: {error}")),
     }
 }
 
-fn prepare<'a>(inside: &Inside<'_>, what: &'a What, body: &'a [u8]) -> Result<(Tool<'a>, &'a [u8]), String> {
+fn prepare<'a>(
+    inside: &Inside<'_>,
+    what: &'a What,
+    body: &'a [u8],
+) -> Result<(Tool<'a>, &'a [u8]), String> {
     let nul = |_| String::from("an argument holds a NUL byte");
     let outside = || String::from("content lies outside the message");
     Ok(match what {
@@ -57,14 +79,24 @@ fn prepare<'a>(inside: &Inside<'_>, what: &'a What, body: &'a [u8]) -> Result<(T
                 c"-c".to_owned(),
                 CString::new(command.as_str()).map_err(nul)?,
             ];
-            (Tool::Program { candidates: vec![shell], argv }, &[][..])
+            (
+                Tool::Program {
+                    candidates: vec![shell],
+                    argv,
+                },
+                &[][..],
+            )
         }
         What::Exec { argv, stdin } => {
             let program = argv.first().ok_or("no program is named")?;
             let candidates = if program.contains('/') {
                 vec![CString::new(program.as_str()).map_err(nul)?]
             } else {
-                let path = inside.start.env.iter().find_map(|e| e.strip_prefix("PATH="));
+                let path = inside
+                    .start
+                    .env
+                    .iter()
+                    .find_map(|e| e.strip_prefix("PATH="));
                 path.unwrap_or("/usr/bin:/bin")
                     .split(':')
                     .map(|dir| CString::new(format!("{dir}/{program}")).map_err(nul))
@@ -74,9 +106,18 @@ fn prepare<'a>(inside: &Inside<'_>, what: &'a What, body: &'a [u8]) -> Result<(T
                 .iter()
                 .map(|a| CString::new(a.as_str()).map_err(nul))
                 .collect::<Result<_, _>>()?;
-            (Tool::Program { candidates, argv }, stdin.of(body).ok_or_else(outside)?)
+            (
+                Tool::Program { candidates, argv },
+                stdin.of(body).ok_or_else(outside)?,
+            )
         }
-        What::ReadFile { path, max_bytes } => (Tool::Read { path, max: *max_bytes }, &[][..]),
+        What::ReadFile { path, max_bytes } => (
+            Tool::Read {
+                path,
+                max: *max_bytes,
+            },
+            &[][..],
+        ),
         What::WriteFile { path, content } => (
             Tool::Write {
                 path,
@@ -182,7 +223,11 @@ fn call(
         Cloned::Child => child(
             inside,
             tool,
-            [stdin.as_raw_fd(), out_write.as_raw_fd(), err_write.as_raw_fd()],
+            [
+                stdin.as_raw_fd(),
+                out_write.as_raw_fd(),
+                err_write.as_raw_fd(),
+            ],
             side_write.as_raw_fd(),
         ),
         Cloned::Parent(pid) => pid,
@@ -191,22 +236,54 @@ fn call(
     sys::set_nonblocking(out_read.as_raw_fd())?;
     sys::set_nonblocking(err_read.as_raw_fd())?;
     sys::set_nonblocking(side_read.as_raw_fd())?;
-    let mut stdout = Stream { pipe: Some(out_read), kept: Vec::new(), total: 0 };
-    let mut stderr = Stream { pipe: Some(err_read), kept: Vec::new(), total: 0 };
+    let mut stdout = Stream {
+        pipe: Some(out_read),
+        kept: Vec::new(),
+        total: 0,
+    };
+    let mut stderr = Stream {
+        pipe: Some(err_read),
+        kept: Vec::new(),
+        total: 0,
+    };
     let mut used = Used::default();
     let mut buffer = vec![0; 64 << 10];
 
-    let end = watch(inside, first, started + timeout, [&mut stdout, &mut stderr], &mut used, limit, &mut buffer);
-    let survivors = finish(inside, first, end, [&mut stdout, &mut stderr], &mut used, limit, &mut buffer);
+    let end = watch(
+        inside,
+        first,
+        started + timeout,
+        [&mut stdout, &mut stderr],
+        &mut used,
+        limit,
+        &mut buffer,
+    );
+    let survivors = finish(
+        inside,
+        first,
+        end,
+        [&mut stdout, &mut stderr],
+        &mut used,
+        limit,
+        &mut buffer,
+    );
     // Every writer is dead: what the pipes still hold is all there will be.
     let flooded = stdout.drain(limit, &mut buffer) | stderr.drain(limit, &mut buffer);
-    let end = if flooded && end == End::Finished { End::Output } else { end };
+    let end = if flooded && end == End::Finished {
+        End::Output
+    } else {
+        end
+    };
     let wall_us = started.elapsed().as_micros() as u64;
     let after = inside.meter.read();
 
     let mut side = [0; 8];
     let told = sys::read(side_read.as_raw_fd(), &mut side).unwrap_or(0);
-    let stdout_bytes = if told == 8 { u64::from_le_bytes(side) } else { stdout.total };
+    let stdout_bytes = if told == 8 {
+        u64::from_le_bytes(side)
+    } else {
+        stdout.total
+    };
     let (mut exit_code, signal) = match used.status {
         Some(s) if libc::WIFEXITED(s) => (Some(libc::WEXITSTATUS(s)), None),
         Some(s) if libc::WIFSIGNALED(s) => (None, Some(libc::WTERMSIG(s))),
@@ -218,16 +295,30 @@ fn call(
         let Tool::Program { argv, .. } = tool else {
             return Err(error);
         };
-        let name = argv.first().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        let name = argv
+            .first()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
         let missing = error.raw_os_error() == Some(libc::ENOENT);
-        let why = if missing { "command not found".to_owned() } else { error.to_string() };
-        stderr.kept.extend_from_slice(format!("{name}: {why}\n").as_bytes());
+        let why = if missing {
+            "command not found".to_owned()
+        } else {
+            error.to_string()
+        };
+        stderr
+            .kept
+            .extend_from_slice(format!("{name}: {why}\n").as_bytes());
         stderr.total = stderr.kept.len() as u64;
         exit_code = Some(if missing { 127 } else { 126 });
     }
-    let disk_full = sys::openat(libc::AT_FDCWD, c"/work", libc::O_RDONLY | libc::O_DIRECTORY, 0)
-        .and_then(|d| sys::free_space(d.as_raw_fd()))
-        .is_ok_and(|(bytes, files)| bytes < 16 << 10 || files == 0);
+    let disk_full = sys::openat(
+        libc::AT_FDCWD,
+        c"/work",
+        libc::O_RDONLY | libc::O_DIRECTORY,
+        0,
+    )
+    .and_then(|d| sys::free_space(d.as_raw_fd()))
+    .is_ok_and(|(bytes, files)| bytes < 16 << 10 || files == 0);
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
     let (changes, state_lost) = index.changes(out);
@@ -242,7 +333,10 @@ fn call(
         wall_us,
         user_us: used.user_us,
         system_us: used.system_us,
-        cgroup_cpu_us: after.cpu_us.zip(before.cpu_us).map(|(a, b)| a.saturating_sub(b)),
+        cgroup_cpu_us: after
+            .cpu_us
+            .zip(before.cpu_us)
+            .map(|(a, b)| a.saturating_sub(b)),
         peak_process_bytes: used.peak_bytes,
         peak_cgroup_bytes: after.peak_bytes,
         read_bytes: used.read_bytes,
@@ -367,7 +461,8 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
         }
         sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
         sys::setrlimit(libc::RLIMIT_NOFILE, start.limits.open_files)?;
-        sys::setrlimit(libc::RLIMIT_FSIZE, start.limits.disk_bytes)?;
+        // Above the disk's size, so that a full disk says so; only files that are large by their holes meet it.
+        sys::setrlimit(libc::RLIMIT_FSIZE, 2 * start.limits.disk_bytes)?;
         if inside.meter.peak.is_none() {
             sys::setrlimit(libc::RLIMIT_DATA, start.limits.memory_bytes)?;
         }
@@ -401,9 +496,15 @@ fn limit_processes(inside: &Inside<'_>) -> u64 {
 
 /// Executes the first candidate that is there; returns only with an error.
 fn execute(candidates: &[CString], argv: &[CString], env: &[String]) -> io::Error {
-    let env: Vec<CString> = env.iter().filter_map(|e| CString::new(e.as_str()).ok()).collect();
+    let env: Vec<CString> = env
+        .iter()
+        .filter_map(|e| CString::new(e.as_str()).ok())
+        .collect();
     let pointers = |list: &[CString]| -> Vec<*const libc::c_char> {
-        list.iter().map(|s| s.as_ptr()).chain([std::ptr::null()]).collect()
+        list.iter()
+            .map(|s| s.as_ptr())
+            .chain([std::ptr::null()])
+            .collect()
     };
     let (argv, env) = (pointers(argv), pointers(&env));
     let mut error = io::Error::from_raw_os_error(libc::ENOENT);

@@ -88,7 +88,9 @@ impl Meter {
         };
         Reading {
             peak_bytes: text(&self.peak).and_then(|t| t.trim().parse().ok()),
-            oom_kills: text(&self.oom).and_then(|t| keyed(&t, "oom_kill")).unwrap_or(0),
+            oom_kills: text(&self.oom)
+                .and_then(|t| keyed(&t, "oom_kill"))
+                .unwrap_or(0),
             cpu_us: text(&self.cpu).and_then(|t| {
                 keyed(&t, "usage_usec").or_else(|| t.trim().parse::<u64>().ok().map(|ns| ns / 1000))
             }),
@@ -99,8 +101,13 @@ impl Meter {
 
 /// The number after a key at the start of a line.
 fn keyed(text: &str, key: &str) -> Option<u64> {
-    text.lines()
-        .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
+    text.lines().find_map(|line| {
+        line.strip_prefix(key)?
+            .strip_prefix(' ')?
+            .trim()
+            .parse()
+            .ok()
+    })
 }
 
 /// One sandbox's group.
@@ -129,7 +136,10 @@ impl Driver {
                 Err(e) => reason = format!("{base}: {e}"),
             }
         }
-        if dirs.iter().any(|(c, _)| matches!(c, Controller::Memory | Controller::Pids)) {
+        if dirs
+            .iter()
+            .any(|(c, _)| matches!(c, Controller::Memory | Controller::Pids))
+        {
             return (Self::V1(dirs), swept);
         }
         let path = own.lines().find_map(|l| l.strip_prefix("0::"));
@@ -245,7 +255,13 @@ impl Driver {
     /// Puts a process into a sandbox's group.
     pub fn attach(&self, group: &Group, pid: i32) -> io::Result<()> {
         let pid = pid.to_string();
-        let one = |base: &OwnedFd| put(directory(base.as_fd(), &group.name)?.as_fd(), "cgroup.procs", &pid);
+        let one = |base: &OwnedFd| {
+            put(
+                directory(base.as_fd(), &group.name)?.as_fd(),
+                "cgroup.procs",
+                &pid,
+            )
+        };
         match self {
             Self::None(_) => Ok(()),
             Self::V1(dirs) => dirs.iter().try_for_each(|(_, base)| one(base)),
@@ -255,7 +271,11 @@ impl Driver {
 
     /// Removes a sandbox's group once its last process is gone.
     pub fn remove(&self, group: &Group) -> io::Result<()> {
-        let one = |base: &OwnedFd| match sys::unlink_at(base.as_raw_fd(), &group.name, libc::AT_REMOVEDIR) {
+        let one = |base: &OwnedFd| match sys::unlink_at(
+            base.as_raw_fd(),
+            &group.name,
+            libc::AT_REMOVEDIR,
+        ) {
             Err(e) if e.raw_os_error() != Some(libc::ENOENT) => Err(e),
             _ => Ok(()),
         };
@@ -283,7 +303,12 @@ impl Driver {
 }
 
 fn directory(base: BorrowedFd<'_>, name: &CString) -> io::Result<OwnedFd> {
-    sys::openat(base.as_raw_fd(), name, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+    sys::openat(
+        base.as_raw_fd(),
+        name,
+        libc::O_RDONLY | libc::O_DIRECTORY,
+        0,
+    )
 }
 
 fn put(dir: BorrowedFd<'_>, file: &str, value: &str) -> io::Result<()> {
@@ -298,14 +323,22 @@ fn make(base: &str, owner: &str) -> io::Result<OwnedFd> {
         Err(e) if e.kind() != io::ErrorKind::AlreadyExists => return Err(e),
         _ => {}
     }
-    sys::openat(libc::AT_FDCWD, &sys::c(path)?, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+    sys::openat(
+        libc::AT_FDCWD,
+        &sys::c(path)?,
+        libc::O_RDONLY | libc::O_DIRECTORY,
+        0,
+    )
 }
 
 /// Tries a place of version 2: the controllers must reach a group made there, and a process must be movable into it.
 fn v2(at: &str, owner: &str) -> io::Result<(OwnedFd, Vec<Controller>)> {
     // Only where this group may hand its controllers down (root, or a delegated tree without own processes).
     for controller in ["memory", "pids", "cpu"] {
-        let _ = fs::write(format!("{at}/cgroup.subtree_control"), format!("+{controller}"));
+        let _ = fs::write(
+            format!("{at}/cgroup.subtree_control"),
+            format!("+{controller}"),
+        );
     }
     let dir = make(at, owner)?;
     let own = format!("{at}/{PREFIX}{owner}");
@@ -324,7 +357,9 @@ fn v2(at: &str, owner: &str) -> io::Result<(OwnedFd, Vec<Controller>)> {
             }
         }
         if controllers.is_empty() {
-            return Err(io::Error::other("no memory, pids or cpu controller is delegated here"));
+            return Err(io::Error::other(
+                "no memory, pids or cpu controller is delegated here",
+            ));
         }
         probe_move(&own)?;
         Ok(controllers)
@@ -400,7 +435,9 @@ fn v1_base(controller: Controller, own: &str, mounts: &[Mount]) -> Option<String
         let (controllers, path) = (parts.next()?, parts.next()?);
         has(controllers).then_some(path)
     })?;
-    let mount = mounts.iter().find(|m| m.kind == "cgroup" && has(&m.options))?;
+    let mount = mounts
+        .iter()
+        .find(|m| m.kind == "cgroup" && has(&m.options))?;
     let base = beneath(mount, path);
     // Inside a container the host's path may not exist beneath the mount.
     Some(if fs::exists(&base).unwrap_or(false) {
@@ -443,7 +480,11 @@ fn sweep(base: &str) -> u64 {
 fn empty(dir: &std::path::Path) {
     for _ in 0..100 {
         let procs = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
-        let pids: Vec<i32> = procs.lines().filter_map(|l| l.parse().ok()).filter(|p| *p > 1).collect();
+        let pids: Vec<i32> = procs
+            .lines()
+            .filter_map(|l| l.parse().ok())
+            .filter(|p| *p > 1)
+            .collect();
         if pids.is_empty() {
             return;
         }

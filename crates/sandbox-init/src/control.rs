@@ -64,6 +64,8 @@ pub struct Start {
     pub limits: LimitSpec,
     /// Host paths that appear inside, in order.
     pub binds: Vec<Bind>,
+    /// Host files copied into the root, so that nothing inside tells where they lie.
+    pub copies: Vec<Bind>,
     /// Files made for the root.
     pub made: Vec<Made>,
     /// Links made in the root.

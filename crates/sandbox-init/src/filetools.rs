@@ -26,7 +26,9 @@ pub fn read_file(path: &str, max: u64, side: RawFd) -> i32 {
         let mut sent = 0;
         let mut buffer = vec![0; 64 << 10];
         while left > 0 {
-            let want = buffer.len().min(usize::try_from(left).unwrap_or(usize::MAX));
+            let want = buffer
+                .len()
+                .min(usize::try_from(left).unwrap_or(usize::MAX));
             let n = sys::read(file.as_raw_fd(), &mut buffer[..want])?;
             if n == 0 {
                 break;
@@ -51,7 +53,8 @@ pub fn write_file(path: &str, content: &[u8]) -> i32 {
                 _ => {}
             }
         }
-        let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC | libc::O_NONBLOCK | libc::O_NOCTTY;
+        let flags =
+            libc::O_WRONLY | libc::O_CREAT | libc::O_TRUNC | libc::O_NONBLOCK | libc::O_NOCTTY;
         let file = sys::openat(libc::AT_FDCWD, &sys::c(path)?, flags, 0o644)?;
         if sys::fstat(file.as_raw_fd())?.st_mode & libc::S_IFMT != libc::S_IFREG {
             return Err(io::Error::other("not a regular file"));
@@ -76,7 +79,9 @@ pub fn list_dir(path: &str) -> i32 {
                         text.extend_from_slice(b" -> ");
                         text.extend(sys::readlink_at(dir.as_raw_fd(), &name).unwrap_or_default());
                     }
-                    libc::S_IFREG => text.extend_from_slice(format!("\t{}", stat.st_size).as_bytes()),
+                    libc::S_IFREG => {
+                        text.extend_from_slice(format!("\t{}", stat.st_size).as_bytes())
+                    }
                     _ => text.extend_from_slice(b"\t(special)"),
                 }
             }
@@ -96,7 +101,10 @@ fn finish(tool: &str, path: &str, result: io::Result<()>) -> i32 {
     match result {
         Ok(()) => 0,
         Err(error) => {
-            let _ = sys::write_all(ERR, format!("{tool}: {path}: {}\n", words(&error)).as_bytes());
+            let _ = sys::write_all(
+                ERR,
+                format!("{tool}: {path}: {}\n", words(&error)).as_bytes(),
+            );
             1
         }
     }
@@ -105,5 +113,6 @@ fn finish(tool: &str, path: &str, result: io::Result<()>) -> i32 {
 /// An error without the number that Rust appends to the system's words.
 fn words(error: &impl Display) -> String {
     let text = error.to_string();
-    text.find(" (os error").map_or(text.clone(), |cut| text[..cut].to_owned())
+    text.find(" (os error")
+        .map_or(text.clone(), |cut| text[..cut].to_owned())
 }

@@ -130,7 +130,14 @@ mod tests {
 
     #[test]
     fn spans_beyond_the_body_and_oversized_frames_are_refused() {
-        assert_eq!(Span { at: 1, len: u64::MAX }.of(b"abc"), None);
+        assert_eq!(
+            Span {
+                at: 1,
+                len: u64::MAX
+            }
+            .of(b"abc"),
+            None
+        );
         assert_eq!(Span { at: 4, len: 0 }.of(b"abc"), None);
         let mut wire = Vec::new();
         write(&mut wire, &(), &[0; 100]).unwrap();

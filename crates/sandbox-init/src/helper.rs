@@ -160,7 +160,10 @@ impl Yard {
                 continue;
             };
             let signal = libc::WIFSIGNALED(ended.status).then(|| libc::WTERMSIG(ended.status));
-            let oom_kills = sandbox.group.as_ref().map_or(0, |g| g.meter.read().oom_kills);
+            let oom_kills = sandbox
+                .group
+                .as_ref()
+                .map_or(0, |g| g.meter.read().oom_kills);
             let id = sandbox.id;
             if sandbox
                 .group
@@ -210,7 +213,10 @@ fn receive_start(buffer: &mut [u8]) -> Option<(Start, Vec<u8>)> {
     let start: Start = parse(packet)?;
     let prefix = packet.get(..frame::PREFIX)?.try_into().ok()?;
     let (head, _) = frame::lengths(prefix, PACKET as u64).ok()?;
-    let filter = start.filter.of(packet.get(frame::PREFIX + head..)?)?.to_vec();
+    let filter = start
+        .filter
+        .of(packet.get(frame::PREFIX + head..)?)?
+        .to_vec();
     Some((start, filter))
 }
 
@@ -258,7 +264,10 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
         if memory {
             driver.how(Controller::Memory)
         } else {
-            format!("for each process alone (RLIMIT_DATA); {}", driver.how(Controller::Memory))
+            format!(
+                "for each process alone (RLIMIT_DATA); {}",
+                driver.how(Controller::Memory)
+            )
         },
     ));
     rows.push(row(
@@ -266,7 +275,10 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
         limits.pids.to_string(),
         Holds::Yes,
         if driver.has(Controller::Pids) {
-            format!("{} and RLIMIT_NPROC of its user namespace", driver.how(Controller::Pids))
+            format!(
+                "{} and RLIMIT_NPROC of its user namespace",
+                driver.how(Controller::Pids)
+            )
         } else {
             "RLIMIT_NPROC of its user namespace".into()
         },
@@ -274,7 +286,11 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
     let cpu = driver.has(Controller::Cpu);
     rows.push(row(
         "processors",
-        format!("{}.{:03}", limits.milli_cpus / 1000, limits.milli_cpus % 1000),
+        format!(
+            "{}.{:03}",
+            limits.milli_cpus / 1000,
+            limits.milli_cpus % 1000
+        ),
         if cpu { Holds::Yes } else { Holds::No },
         driver.how(Controller::Cpu),
     ));

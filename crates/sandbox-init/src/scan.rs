@@ -95,7 +95,11 @@ impl Index {
             });
             changes.push(Changed {
                 path: name,
-                change: if before.is_some() { Change::Modified } else { Change::Created },
+                change: if before.is_some() {
+                    Change::Modified
+                } else {
+                    Change::Created
+                },
                 kind: node.kind,
                 mode: node.mode,
                 before: before.and_then(|b| b.hash).map(hex),
@@ -171,11 +175,14 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
     let mut found = Vec::new();
     let mut incomplete = false;
     for (root, name) in ROOTS {
-        let dir = open_dir(libc::AT_FDCWD, root).map_err(|e| format!("{}: {e}", root.to_string_lossy()))?;
+        let dir = open_dir(libc::AT_FDCWD, root)
+            .map_err(|e| format!("{}: {e}", root.to_string_lossy()))?;
         walk(&dir, name.as_bytes(), 0, &mut found, &mut incomplete);
     }
     if incomplete {
-        return Err(format!("more than {MAX_FILES} files or deeper than {MAX_DEPTH} directories"));
+        return Err(format!(
+            "more than {MAX_FILES} files or deeper than {MAX_DEPTH} directories"
+        ));
     }
     found.sort_by(|a, b| a.0.cmp(&b.0));
     let mut entries = Vec::new();
@@ -189,7 +196,9 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
         let bytes = match node.kind {
             Kind::File => {
                 if node.size > left {
-                    return Err(format!("{name}: files are larger than {max_bytes} bytes together"));
+                    return Err(format!(
+                        "{name}: files are larger than {max_bytes} bytes together"
+                    ));
                 }
                 left -= node.size;
                 content(&path, node.size).ok_or_else(|| format!("{name}: cannot be read"))?
@@ -210,7 +219,12 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
 }
 
 /// Removes what is to be removed, then writes the given files, owned by the tools' user.
-pub fn unpack(entries: &[Entry], remove: &[String], body: &[u8], own_id: u32) -> Result<(), String> {
+pub fn unpack(
+    entries: &[Entry],
+    remove: &[String],
+    body: &[u8],
+    own_id: u32,
+) -> Result<(), String> {
     for path in remove {
         let (dir, name) = match parent(path, false, own_id) {
             Ok(found) => found,
@@ -261,7 +275,8 @@ fn write(entry: &Entry, bytes: &[u8], own_id: u32) -> io::Result<()> {
         }
         Kind::Link => {
             remove_all(at, &name, 0)?;
-            let target = CString::new(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
+            let target =
+                CString::new(bytes).map_err(|_| io::Error::from_raw_os_error(libc::EINVAL))?;
             sys::symlink_at(&target, at, &name)?;
             give(at, &name, own_id)?;
         }
@@ -282,8 +297,16 @@ fn give(dir: RawFd, name: &CStr, own_id: u32) -> io::Result<()> {
 
 /// Opens the directory that holds a path, following no link, and gives the path's last name.
 fn parent(path: &str, make: bool, own_id: u32) -> io::Result<(OwnedFd, CString)> {
-    let invalid = || io::Error::new(io::ErrorKind::InvalidInput, "not a path under /work, /tmp or /dev/shm");
-    let under = |root: &str| path.strip_prefix(root).and_then(|rest| rest.strip_prefix('/'));
+    let invalid = || {
+        io::Error::new(
+            io::ErrorKind::InvalidInput,
+            "not a path under /work, /tmp or /dev/shm",
+        )
+    };
+    let under = |root: &str| {
+        path.strip_prefix(root)
+            .and_then(|rest| rest.strip_prefix('/'))
+    };
     let (root, rest) = if let Some(rest) = under("/work") {
         (c"/work", rest)
     } else if let Some(rest) = under("/tmp") {
@@ -295,7 +318,10 @@ fn parent(path: &str, make: bool, own_id: u32) -> io::Result<(OwnedFd, CString)>
     } else {
         (c"/work", path)
     };
-    let mut parts: Vec<&str> = rest.split('/').filter(|p| !p.is_empty() && *p != ".").collect();
+    let mut parts: Vec<&str> = rest
+        .split('/')
+        .filter(|p| !p.is_empty() && *p != ".")
+        .collect();
     if parts.contains(&"..") {
         return Err(invalid());
     }
@@ -318,7 +344,12 @@ fn parent(path: &str, make: bool, own_id: u32) -> io::Result<(OwnedFd, CString)>
 }
 
 fn open_dir(at: RawFd, name: &CStr) -> io::Result<OwnedFd> {
-    sys::openat(at, name, libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW, 0)
+    sys::openat(
+        at,
+        name,
+        libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW,
+        0,
+    )
 }
 
 /// Opens a file of the index's by its name in it.
@@ -396,7 +427,13 @@ const fn kind_of(mode: u32) -> Kind {
     }
 }
 
-fn walk(dir: &OwnedFd, prefix: &[u8], depth: usize, found: &mut Vec<(Vec<u8>, Node)>, incomplete: &mut bool) {
+fn walk(
+    dir: &OwnedFd,
+    prefix: &[u8],
+    depth: usize,
+    found: &mut Vec<(Vec<u8>, Node)>,
+    incomplete: &mut bool,
+) {
     let Ok(names) = sys::names(dir) else {
         *incomplete = true;
         return;
@@ -420,7 +457,11 @@ fn walk(dir: &OwnedFd, prefix: &[u8], depth: usize, found: &mut Vec<(Vec<u8>, No
             Node {
                 kind,
                 mode: stat.st_mode & 0o7777,
-                size: if kind == Kind::File { stat.st_size as u64 } else { 0 },
+                size: if kind == Kind::File {
+                    stat.st_size as u64
+                } else {
+                    0
+                },
                 hash: None,
                 inode: stat.st_ino,
                 mtime_ns: stat.st_mtime * 1_000_000_000 + stat.st_mtime_nsec,

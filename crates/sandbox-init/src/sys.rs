@@ -164,7 +164,14 @@ pub fn sethostname(name: &str) -> io::Result<()> {
 pub fn socketpair(kind: c_int) -> io::Result<(OwnedFd, OwnedFd)> {
     let mut fds = [0; 2];
     // SAFETY: room for two descriptors.
-    check(unsafe { libc::socketpair(libc::AF_UNIX, kind | libc::SOCK_CLOEXEC, 0, fds.as_mut_ptr()) })?;
+    check(unsafe {
+        libc::socketpair(
+            libc::AF_UNIX,
+            kind | libc::SOCK_CLOEXEC,
+            0,
+            fds.as_mut_ptr(),
+        )
+    })?;
     // SAFETY: both were just made for us.
     Ok(unsafe { (OwnedFd::from_raw_fd(fds[0]), OwnedFd::from_raw_fd(fds[1])) })
 }
@@ -289,9 +296,14 @@ pub fn reap(pid: i32, block: bool) -> io::Result<Option<Reaped>> {
     let options = if block { 0 } else { libc::WNOHANG };
     loop {
         // SAFETY: room for one status and one structure.
-        let r = unsafe { libc::wait4(pid, &raw mut status, options | libc::__WALL, &raw mut usage) };
+        let r =
+            unsafe { libc::wait4(pid, &raw mut status, options | libc::__WALL, &raw mut usage) };
         if r > 0 {
-            return Ok(Some(Reaped { pid: r, status, usage }));
+            return Ok(Some(Reaped {
+                pid: r,
+                status,
+                usage,
+            }));
         }
         if r == 0 {
             return Ok(None);
@@ -310,7 +322,11 @@ pub fn sigchld_fd() -> io::Result<OwnedFd> {
         let mut set: libc::sigset_t = std::mem::zeroed();
         libc::sigemptyset(&raw mut set);
         libc::sigaddset(&raw mut set, libc::SIGCHLD);
-        check(libc::sigprocmask(libc::SIG_BLOCK, &raw const set, std::ptr::null_mut()))?;
+        check(libc::sigprocmask(
+            libc::SIG_BLOCK,
+            &raw const set,
+            std::ptr::null_mut(),
+        ))?;
         fd(c_long::from(libc::signalfd(
             -1,
             &raw const set,
@@ -365,7 +381,11 @@ pub fn become_id(uid: u32, gid: u32, drop_groups: bool) -> io::Result<()> {
     // SAFETY: no memory is involved. Raw calls, since the library's would signal threads we do not have.
     unsafe {
         if drop_groups {
-            check_long(libc::syscall(libc::SYS_setgroups, 0, std::ptr::null::<u32>()))?;
+            check_long(libc::syscall(
+                libc::SYS_setgroups,
+                0,
+                std::ptr::null::<u32>(),
+            ))?;
         }
         check_long(libc::syscall(libc::SYS_setresgid, gid, gid, gid))?;
         check_long(libc::syscall(libc::SYS_setresuid, uid, uid, uid))?;
@@ -400,12 +420,17 @@ pub fn set_capabilities(bits: u64) -> io::Result<()> {
     };
     let data = [half(0), half(32)];
     // SAFETY: version 3 of the interface reads one header and two data structures.
-    check_long(unsafe { libc::syscall(libc::SYS_capset, &raw const header, data.as_ptr()) }).map(drop)
+    check_long(unsafe { libc::syscall(libc::SYS_capset, &raw const header, data.as_ptr()) })
+        .map(drop)
 }
 
 /// Empties the bounding and ambient sets: nothing can be regained by executing a file.
 pub fn drop_bounding() {
-    let _ = prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL as c_ulong, 0);
+    let _ = prctl(
+        libc::PR_CAP_AMBIENT,
+        libc::PR_CAP_AMBIENT_CLEAR_ALL as c_ulong,
+        0,
+    );
     for cap in 0..64 {
         if prctl(libc::PR_CAPBSET_DROP, cap, 0).is_err() {
             break;
@@ -455,7 +480,14 @@ pub fn loopback_up() -> io::Result<()> {
     request.ifr_name[1] = b'o' as libc::c_char;
     request.ifr_ifru.ifru_flags = (libc::IFF_UP | libc::IFF_RUNNING) as i16;
     // SAFETY: the request outlives the call.
-    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) }).map(drop)
+    check(unsafe {
+        libc::ioctl(
+            socket.as_raw_fd(),
+            libc::SIOCSIFFLAGS as _,
+            &raw const request,
+        )
+    })
+    .map(drop)
 }
 
 /// Sends one packet, with a descriptor if given.
@@ -481,7 +513,8 @@ pub fn send(socket: RawFd, bytes: &[u8], pass: Option<RawFd>) -> io::Result<()> 
             (*header).cmsg_len = libc::CMSG_LEN(size_of::<RawFd>() as u32) as usize;
             std::ptr::write_unaligned(libc::CMSG_DATA(header).cast::<RawFd>(), fd);
         }
-        check_long(libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) as c_long).map(drop)
+        check_long(libc::sendmsg(socket, &raw const message, libc::MSG_NOSIGNAL) as c_long)
+            .map(drop)
     }
 }
 
@@ -514,7 +547,8 @@ pub fn stat_at(dir: RawFd, name: &CStr) -> io::Result<libc::stat> {
 pub fn readlink_at(dir: RawFd, name: &CStr) -> io::Result<Vec<u8>> {
     let mut buffer = vec![0; libc::PATH_MAX as usize];
     // SAFETY: pointer and length belong together.
-    let n = unsafe { libc::readlinkat(dir, name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len()) };
+    let n =
+        unsafe { libc::readlinkat(dir, name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len()) };
     buffer.truncate(check_long(n as c_long)? as usize);
     Ok(buffer)
 }
@@ -560,7 +594,15 @@ pub fn set_mtime_at(dir: RawFd, name: &CStr, mtime_ns: i64) -> io::Result<()> {
     };
     let times = [time, time];
     // SAFETY: a C string and two structures that outlive the call.
-    check(unsafe { libc::utimensat(dir, name.as_ptr(), times.as_ptr(), libc::AT_SYMLINK_NOFOLLOW) }).map(drop)
+    check(unsafe {
+        libc::utimensat(
+            dir,
+            name.as_ptr(),
+            times.as_ptr(),
+            libc::AT_SYMLINK_NOFOLLOW,
+        )
+    })
+    .map(drop)
 }
 
 /// Names in a directory, without `.` and `..`, sorted. Takes a descriptor opened for reading.

@@ -12,8 +12,11 @@ use drillyard_sandbox_init::control::Start;
 
 use crate::sys::{self, At, Failure};
 
-const NAMESPACES: i32 =
-    libc::CLONE_NEWNS | libc::CLONE_NEWPID | libc::CLONE_NEWUTS | libc::CLONE_NEWIPC | libc::CLONE_NEWNET;
+const NAMESPACES: i32 = libc::CLONE_NEWNS
+    | libc::CLONE_NEWPID
+    | libc::CLONE_NEWUTS
+    | libc::CLONE_NEWIPC
+    | libc::CLONE_NEWNET;
 
 /// Whose privileges sandboxes are made with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,7 +45,10 @@ pub fn leave() -> Result<Mode, Failure> {
 /// Whether this root may map any host id: true in the first user namespace, false inside a container's small one.
 fn may_map_ids() -> bool {
     std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| {
-        let numbers: Vec<u64> = map.split_whitespace().filter_map(|n| n.parse().ok()).collect();
+        let numbers: Vec<u64> = map
+            .split_whitespace()
+            .filter_map(|n| n.parse().ok())
+            .collect();
         numbers == [0, 0, 4_294_967_295]
     })
 }
@@ -65,17 +71,23 @@ pub fn build(start: &Start) -> Result<(), Failure> {
         let directory = Path::new(&bind.host).is_dir();
         trees.push((bind, tree, directory));
     }
+    let mut copies = Vec::new();
+    for copy in &start.copies {
+        copies.push((copy, std::fs::File::open(&copy.host).at(&copy.host)?));
+    }
     let base = "/tmp";
     sys::mount(
         "root",
         base,
         Some("tmpfs"),
         libc::MS_NOSUID | libc::MS_NODEV,
-        Some("mode=0755,size=16m"),
+        Some("mode=0755,size=256m"),
     )
     .at("root file system")?;
     std::env::set_current_dir(base).at("root file system")?;
-    for dir in ["dev", "dev/shm", "etc", "mnt", "proc", "run", "tmp", "var", "work"] {
+    for dir in [
+        "dev", "dev/shm", "etc", "mnt", "proc", "run", "tmp", "var", "work",
+    ] {
         std::fs::create_dir(dir).at(dir)?;
     }
     for (bind, tree, directory) in trees {
@@ -88,6 +100,15 @@ pub fn build(start: &Start) -> Result<(), Failure> {
             std::fs::write(inside, "").at(&bind.inside)?;
         }
         move_mount(&tree, inside).at(&bind.inside)?;
+    }
+    for (copy, mut from) in copies {
+        let inside = inside(&copy.inside).at(&copy.inside)?;
+        if let Some(parent) = Path::new(inside).parent() {
+            std::fs::create_dir_all(parent).at(&copy.inside)?;
+        }
+        let mut to = std::fs::File::create(inside).at(&copy.inside)?;
+        io::copy(&mut from, &mut to).at(&copy.inside)?;
+        sys::fchmod(to.as_raw_fd(), 0o755).at(&copy.inside)?;
     }
     for made in &start.made {
         let inside = inside(&made.inside).at(&made.inside)?;
@@ -159,7 +180,11 @@ fn set_attributes(tree: &OwnedFd, set: u64) -> io::Result<()> {
             size_of_val(&attr),
         )
     };
-    if r < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if r < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }
 
 fn move_mount(tree: &OwnedFd, to: &str) -> io::Result<()> {
@@ -175,5 +200,9 @@ fn move_mount(tree: &OwnedFd, to: &str) -> io::Result<()> {
             libc::MOVE_MOUNT_F_EMPTY_PATH,
         )
     };
-    if r < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
+    if r < 0 {
+        Err(io::Error::last_os_error())
+    } else {
+        Ok(())
+    }
 }

@@ -237,7 +237,11 @@ impl CallResult {
             cpu: Some(Duration::from_micros(cpu_us)),
             user: Duration::from_micros(called.user_us),
             system: Duration::from_micros(called.system_us),
-            peak_memory: Some(called.peak_cgroup_bytes.unwrap_or(called.peak_process_bytes)),
+            peak_memory: Some(
+                called
+                    .peak_cgroup_bytes
+                    .unwrap_or(called.peak_process_bytes),
+            ),
             read_bytes: Some(called.read_bytes),
             written_bytes: Some(called.written_bytes),
             oom_kills: called.oom_kills,

@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use camino::Utf8Path;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, Shutdown, SocketFlags, SocketType,
-    recvmsg, send, shutdown, socketpair,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, Shutdown,
+    SocketFlags, SocketType, recvmsg, send, shutdown, socketpair,
 };
 use tokio::sync::oneshot;
 
@@ -76,9 +76,18 @@ pub struct Client {
 
 impl Client {
     /// Starts the helper and waits until it is ready; blocks for some milliseconds.
-    pub fn start(program: &Utf8Path, start: &Start, body: &[u8]) -> Result<(Self, Started), SandboxError> {
-        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-            .map_err(io::Error::from)?;
+    pub fn start(
+        program: &Utf8Path,
+        start: &Start,
+        body: &[u8],
+    ) -> Result<(Self, Started), SandboxError> {
+        let (ours, theirs) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .map_err(io::Error::from)?;
         let mut helper = Command::new(program)
             .arg("helper")
             .env_clear()
@@ -99,10 +108,12 @@ impl Client {
                     socket: ours,
                     waiting: Mutex::default(),
                 });
-                let reader = std::thread::Builder::new().name("sandbox-control".into()).spawn({
-                    let shared = Arc::clone(&shared);
-                    move || read_events(&shared)
-                })?;
+                let reader = std::thread::Builder::new()
+                    .name("sandbox-control".into())
+                    .spawn({
+                        let shared = Arc::clone(&shared);
+                        move || read_events(&shared)
+                    })?;
                 let client = Self {
                     shared,
                     next: AtomicU64::new(0),
@@ -124,7 +135,18 @@ impl Client {
         packet.extend_from_slice(body);
         send(socket, &packet, SendFlags::NOSIGNAL).map_err(io::Error::from)?;
         match receive(socket, &mut vec![0; PACKET])? {
-            Some((Event::Started { limits, mode, swept }, _)) => Ok(Started { limits, mode, swept }),
+            Some((
+                Event::Started {
+                    limits,
+                    mode,
+                    swept,
+                },
+                _,
+            )) => Ok(Started {
+                limits,
+                mode,
+                swept,
+            }),
             Some((Event::Unable { step, message, .. }, _)) => Err(SandboxError::Unable {
                 step,
                 message,
@@ -221,7 +243,11 @@ fn read_events(shared: &Shared) {
                     let _ = tell.send(Err(SandboxError::Create { step, message }));
                 }
             }
-            Event::Gone { id, signal, oom_kills } => {
+            Event::Gone {
+                id,
+                signal,
+                oom_kills,
+            } => {
                 let autopsy = Autopsy { signal, oom_kills };
                 if let Some(gone) = waiting.gone.get_mut(&id) {
                     match std::mem::replace(gone, Gone::Known(autopsy)) {
@@ -265,7 +291,9 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Opt
         _ => None,
     });
     let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
-    let prefix = buffer[..n].first_chunk::<{ frame::PREFIX }>().ok_or_else(short)?;
+    let prefix = buffer[..n]
+        .first_chunk::<{ frame::PREFIX }>()
+        .ok_or_else(short)?;
     let (head, _) = frame::lengths(*prefix, PACKET as u64)?;
     let head = buffer[..n]
         .get(frame::PREFIX..frame::PREFIX + head)

@@ -7,8 +7,8 @@
 use std::collections::BTreeMap;
 
 use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter, SeccompRule,
-    TargetArch,
+    BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition,
+    SeccompFilter, SeccompRule, TargetArch,
 };
 
 /// The first system call number that this list does not know (Linux 6.18 ends before it).
@@ -94,7 +94,8 @@ const REFUSED: &[i64] = &[
 
 /// The compiled filter, as an array of `struct sock_filter`.
 pub fn program() -> Result<Vec<u8>, String> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = REFUSED.iter().map(|call| (*call, Vec::new())).collect();
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        REFUSED.iter().map(|call| (*call, Vec::new())).collect();
     // Sockets other than unix, inet and inet6: vsock leads to the hypervisor, packet and netlink to the kernel.
     let no_family: Vec<_> = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6]
         .iter()
@@ -144,7 +145,9 @@ pub fn program() -> Result<Vec<u8>, String> {
         TargetArch::x86_64,
     )
     .map_err(|e| e.to_string())?;
-    let compiled: BpfProgram = filter.try_into().map_err(|e: seccompiler::BackendError| e.to_string())?;
+    let compiled: BpfProgram = filter
+        .try_into()
+        .map_err(|e: seccompiler::BackendError| e.to_string())?;
     let mut bytes = Vec::with_capacity(8 * (compiled.len() + 4));
     let mut add = |code: u16, jt: u8, jf: u8, k: u32| {
         bytes.extend_from_slice(&code.to_le_bytes());
@@ -180,6 +183,10 @@ mod tests {
     fn the_filter_fits_the_kernels_limit() {
         let bytes = super::program().unwrap();
         assert_eq!(bytes.len() % 8, 0);
-        assert!((200..4096).contains(&(bytes.len() / 8)), "{}", bytes.len() / 8);
+        assert!(
+            (200..4096).contains(&(bytes.len() / 8)),
+            "{}",
+            bytes.len() / 8
+        );
     }
 }

@@ -15,8 +15,16 @@ pub const SQL_TOOL: &str = "drillyard-sql-tool";
 const TOOLS: &str = "/opt/drillyard/bin";
 
 /// The directories that hold a host's programs and libraries; links among them stay links.
-const SYSTEM: [&str; 7] = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32"];
-const DEVICES: [&str; 5] = ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom"];
+const SYSTEM: [&str; 7] = [
+    "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32",
+];
+const DEVICES: [&str; 5] = [
+    "/dev/null",
+    "/dev/zero",
+    "/dev/full",
+    "/dev/random",
+    "/dev/urandom",
+];
 /// Files of /etc that programs need and that tell nothing of the host's people or network.
 const ETC: [&str; 6] = [
     "/etc/mime.types",
@@ -33,6 +41,7 @@ const GROUP: &str = "root:x:0:\nagent:x:1000:\nnogroup:x:65534:\n";
 /// The root of sandboxes, as orders to the helper.
 pub struct Root {
     pub binds: Vec<Bind>,
+    pub copies: Vec<Bind>,
     pub made: Vec<Made>,
     pub links: Vec<Link>,
     pub shell: String,
@@ -58,7 +67,10 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
             _ => {}
         }
     }
-    for path in ["/etc/alternatives", "/etc/ld.so.cache"].into_iter().chain(DEVICES) {
+    for path in ["/etc/alternatives", "/etc/ld.so.cache"]
+        .into_iter()
+        .chain(DEVICES)
+    {
         if Utf8Path::new(path).exists() {
             binds.push(bind(path));
         }
@@ -79,8 +91,9 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
         binds.push(bind(path.as_str()));
     }
     let sql_tool = helpers.join(SQL_TOOL);
+    let mut copies = Vec::new();
     if sql_tool.exists() {
-        binds.push(Bind {
+        copies.push(Bind {
             host: sql_tool.to_string(),
             inside: format!("{TOOLS}/{SQL_TOOL}"),
         });
@@ -104,7 +117,10 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
         ("/etc/hostname", "sandbox\n"),
         ("/etc/hosts", "127.0.0.1 localhost sandbox\n::1 localhost\n"),
         ("/etc/resolv.conf", ""),
-        ("/etc/nsswitch.conf", "passwd: files\ngroup: files\nhosts: files\n"),
+        (
+            "/etc/nsswitch.conf",
+            "passwd: files\ngroup: files\nhosts: files\n",
+        ),
         ("/etc/os-release", &system),
     ]
     .into_iter()
@@ -131,6 +147,7 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
     let report = report(&system, helpers, &binds);
     Ok(Root {
         binds,
+        copies,
         made,
         links,
         shell: shell.to_owned(),
@@ -150,7 +167,11 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
 fn report(system: &str, helpers: &Utf8Path, binds: &[Bind]) -> ImageReport {
     let mut hasher = blake3::Hasher::new();
     hasher.update(system.as_bytes());
-    for list in ["/var/lib/dpkg/status", "/lib/apk/db/installed", "/var/lib/rpm/rpmdb.sqlite"] {
+    for list in [
+        "/var/lib/dpkg/status",
+        "/lib/apk/db/installed",
+        "/var/lib/rpm/rpmdb.sqlite",
+    ] {
         if let Ok(bytes) = fs_err::read(list) {
             hasher.update(&bytes);
         }
@@ -184,7 +205,10 @@ pub fn helpers_dir(configured: Option<&Utf8Path>) -> Result<Utf8PathBuf, Sandbox
         places.push(dir.to_owned());
     } else if let Ok(dir) = std::env::var("DRILLYARD_HELPERS") {
         places.push(Utf8PathBuf::from(dir));
-    } else if let Some(exe) = std::env::current_exe().ok().and_then(|e| Utf8PathBuf::from_path_buf(e).ok()) {
+    } else if let Some(exe) = std::env::current_exe()
+        .ok()
+        .and_then(|e| Utf8PathBuf::from_path_buf(e).ok())
+    {
         for dir in exe.ancestors().skip(1) {
             places.push(dir.join("helpers"));
             if dir.file_name() == Some("target") {
@@ -246,18 +270,35 @@ mod tests {
 
     #[test]
     fn a_missing_helper_says_how_to_get_it() {
-        let error = helpers_dir(Some(Utf8Path::new("/nonexistent"))).unwrap_err().to_string();
-        assert!(error.contains("make helpers") && error.contains("/nonexistent"), "{error}");
+        let error = helpers_dir(Some(Utf8Path::new("/nonexistent")))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("make helpers") && error.contains("/nonexistent"),
+            "{error}"
+        );
     }
 
     #[test]
     fn nothing_of_home_or_etc_passwd_is_shown() {
         let root = root(Utf8Path::new("/nonexistent"), &[]).unwrap();
         for bind in &root.binds {
-            let allowed = ["/usr", "/bin", "/sbin", "/lib", "/dev/", "/etc/alternatives", "/etc/ld.so.cache"];
+            let allowed = [
+                "/usr",
+                "/bin",
+                "/sbin",
+                "/lib",
+                "/dev/",
+                "/etc/alternatives",
+                "/etc/ld.so.cache",
+            ];
             assert!(allowed.iter().any(|a| bind.host.starts_with(a)), "{bind:?}");
         }
-        let passwd = root.made.iter().find(|m| m.inside == "/etc/passwd").unwrap();
+        let passwd = root
+            .made
+            .iter()
+            .find(|m| m.inside == "/etc/passwd")
+            .unwrap();
         assert_eq!(passwd.text.lines().count(), 3);
     }
 

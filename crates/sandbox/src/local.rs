@@ -9,7 +9,9 @@ use drillyard_sandbox_init::control::{LimitSpec, Start};
 use drillyard_sandbox_init::frame;
 
 use crate::client::Client;
-use crate::{Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream};
+use crate::{
+    Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream,
+};
 use crate::{filter, host};
 
 /// Numbers the helpers of this program.
@@ -35,6 +37,7 @@ impl Local {
             owner: format!("{}-{}", owner()?, HELPERS.fetch_add(1, Ordering::Relaxed)),
             limits,
             binds: root.binds,
+            copies: root.copies,
             made: root.made,
             links: root.links,
             filter: frame::put(&mut body, &program),
@@ -43,11 +46,15 @@ impl Local {
             cgroups: config.control_groups,
         };
         let helper = helpers.join(host::INIT);
-        let (client, started) = tokio::task::spawn_blocking(move || Client::start(&helper, &start, &body))
-            .await
-            .map_err(|_| SandboxError::HelperGone)??;
+        let (client, started) =
+            tokio::task::spawn_blocking(move || Client::start(&helper, &start, &body))
+                .await
+                .map_err(|_| SandboxError::HelperGone)??;
         if started.swept > 0 {
-            tracing::info!(groups = started.swept, "removed control groups that an earlier program left");
+            tracing::info!(
+                groups = started.swept,
+                "removed control groups that an earlier program left"
+            );
         }
         Ok(Self {
             client: Arc::new(client),

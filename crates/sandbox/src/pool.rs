@@ -10,7 +10,10 @@ use drillyard_sandbox_init::init::{Entry, Kind, Reply, Request};
 
 use crate::local::Local;
 use crate::sandbox::{Contents, exchange, receive};
-use crate::{Backend, Cell, ImageReport, Limits, LimitsReport, Sandbox, SandboxConfig, SandboxError, Snapshot};
+use crate::{
+    Backend, Cell, ImageReport, Limits, LimitsReport, Sandbox, SandboxConfig, SandboxError,
+    Snapshot,
+};
 
 /// How long a sandbox may take to set itself up or to write its first files.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -24,9 +27,14 @@ pub struct Setup {
 
 impl Setup {
     /// From paths and contents.
-    pub fn new<P: Into<String>, B: Into<Arc<[u8]>>>(files: impl IntoIterator<Item = (P, B)>) -> Self {
+    pub fn new<P: Into<String>, B: Into<Arc<[u8]>>>(
+        files: impl IntoIterator<Item = (P, B)>,
+    ) -> Self {
         Self {
-            files: files.into_iter().map(|(p, b)| (p.into(), b.into())).collect(),
+            files: files
+                .into_iter()
+                .map(|(p, b)| (p.into(), b.into()))
+                .collect(),
         }
     }
 
@@ -179,10 +187,16 @@ impl Pool {
             };
             match exchange(&mut *cell, &request, &body, 0, PATIENCE).await {
                 Ok((Reply::Done, _)) => return Ok(cell),
-                Ok((Reply::Refused { message }, _)) => return Err(SandboxError::Refused { message }),
+                Ok((Reply::Refused { message }, _)) => {
+                    return Err(SandboxError::Refused { message });
+                }
                 // One that died while it waited in the pool is nobody's fault; the next one serves.
                 Err(SandboxError::Lost { .. }) if kept_ready => {}
-                Ok(_) => return Err(SandboxError::Protocol(std::io::Error::other("not an answer to unpacking"))),
+                Ok(_) => {
+                    return Err(SandboxError::Protocol(std::io::Error::other(
+                        "not an answer to unpacking",
+                    )));
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -201,7 +215,9 @@ impl Pool {
                 if inner.ready().len() >= inner.size {
                     inner.filling.store(false, Ordering::Release);
                     // Someone may have taken one between the look and the store; they saw `filling` and left it to us.
-                    if inner.ready().len() >= inner.size || inner.filling.swap(true, Ordering::AcqRel) {
+                    if inner.ready().len() >= inner.size
+                        || inner.filling.swap(true, Ordering::AcqRel)
+                    {
                         return;
                     }
                 }
@@ -228,7 +244,9 @@ impl Inner {
         let mut cell = self.backend.create().await?;
         match tokio::time::timeout(PATIENCE, receive(&mut *cell, 0)).await {
             Ok(Ok((Reply::Ready, _))) => Ok(cell),
-            Ok(Ok((Reply::Broken { step, message }, _))) => Err(SandboxError::Create { step, message }),
+            Ok(Ok((Reply::Broken { step, message }, _))) => {
+                Err(SandboxError::Create { step, message })
+            }
             Ok(Ok(_)) => Err(SandboxError::Protocol(std::io::Error::other("no greeting"))),
             Ok(Err(error)) => Err(error),
             Err(_) => Err(SandboxError::Stuck {

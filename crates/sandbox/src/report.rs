@@ -26,7 +26,9 @@ impl LimitsReport {
 
 impl fmt::Display for LimitsReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let width = |text: fn(&LimitRow) -> &str| self.rows.iter().map(|r| text(r).len()).max().unwrap_or(0);
+        let width = |text: fn(&LimitRow) -> &str| {
+            self.rows.iter().map(|r| text(r).len()).max().unwrap_or(0)
+        };
         let (a, b) = (width(|r| &r.limit), width(|r| &r.value));
         writeln!(f, "sandbox limits ({}, as {})", self.backend, self.mode)?;
         for row in &self.rows {
@@ -35,7 +37,11 @@ impl fmt::Display for LimitsReport {
                 Holds::Partly => "partly ",
                 Holds::No => "DOESN'T",
             };
-            writeln!(f, "  {:a$}  {:b$}  {holds}  {}", row.limit, row.value, row.how)?;
+            writeln!(
+                f,
+                "  {:a$}  {:b$}  {holds}  {}",
+                row.limit, row.value, row.how
+            )?;
         }
         Ok(())
     }
@@ -74,6 +80,9 @@ mod tests {
             report.to_string(),
             "sandbox limits (local, as user)\n  disk        2  holds    because\n  processors  2  DOESN'T  because\n"
         );
-        assert_eq!(report.weak().map(|r| r.limit.as_str()).collect::<Vec<_>>(), ["processors"]);
+        assert_eq!(
+            report.weak().map(|r| r.limit.as_str()).collect::<Vec<_>>(),
+            ["processors"]
+        );
     }
 }

@@ -65,7 +65,10 @@ impl Sandbox {
     /// no process that it started is alive.
     pub async fn call(&mut self, call: Call) -> Result<CallResult, SandboxError> {
         let limits = self.pool.configured();
-        let timeout = call.timeout().unwrap_or(limits.call_timeout).min(limits.call_timeout);
+        let timeout = call
+            .timeout()
+            .unwrap_or(limits.call_timeout)
+            .min(limits.call_timeout);
         let max_body = 2 * limits.output_bytes + CONTENT_BYTES + (1 << 20);
         let mut body = Vec::new();
         let request = Request::Call {
@@ -76,9 +79,9 @@ impl Sandbox {
         match self.ask(&request, &body, max_body, timeout + SLACK).await {
             Ok((Reply::Called(called), body)) => CallResult::of(*called, &body),
             Ok((other, _)) => Err(unexpected(other)),
-            Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => {
-                Ok(CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()))
-            }
+            Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
+                CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
+            ),
             Err((error, _)) => Err(error),
         }
     }
@@ -88,7 +91,10 @@ impl Sandbox {
         let request = Request::Pack {
             max_bytes: MAX_SNAPSHOT,
         };
-        match self.ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK).await {
+        match self
+            .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
+            .await
+        {
             Ok((Reply::Packed { entries }, body)) => {
                 if entries.iter().any(|e| e.content.of(&body).is_none()) {
                     return Err(SandboxError::Protocol(std::io::Error::other(
@@ -143,7 +149,10 @@ impl Sandbox {
                 content: frame::put(&mut body, content),
             });
         }
-        match self.ask(&Request::Unpack { entries, remove }, &body, 0, SLACK).await {
+        match self
+            .ask(&Request::Unpack { entries, remove }, &body, 0, SLACK)
+            .await
+        {
             Ok((Reply::Done, _)) => Ok(()),
             Ok((other, _)) => Err(unexpected(other)),
             Err((error, _)) => Err(error),
@@ -193,7 +202,9 @@ impl Sandbox {
                 let error = match error {
                     SandboxError::Lost { cause } => SandboxError::Lost {
                         cause: match autopsy.signal {
-                            Some(signal) => format!("{cause}; its supervisor was ended by signal {signal}"),
+                            Some(signal) => {
+                                format!("{cause}; its supervisor was ended by signal {signal}")
+                            }
                             None => cause,
                         },
                     },
@@ -240,13 +251,18 @@ pub(crate) async fn exchange(
         }
         receive(cell, max_body).await
     };
-    tokio::time::timeout(patience, talk).await.unwrap_or(Err(SandboxError::Stuck {
-        seconds: patience.as_secs(),
-    }))
+    tokio::time::timeout(patience, talk)
+        .await
+        .unwrap_or(Err(SandboxError::Stuck {
+            seconds: patience.as_secs(),
+        }))
 }
 
 /// The next reply.
-pub(crate) async fn receive(cell: &mut dyn Cell, max_body: u64) -> Result<(Reply, Vec<u8>), SandboxError> {
+pub(crate) async fn receive(
+    cell: &mut dyn Cell,
+    max_body: u64,
+) -> Result<(Reply, Vec<u8>), SandboxError> {
     let stream = cell.stream().ok_or_else(|| SandboxError::Lost {
         cause: "no connection".into(),
     })?;

@@ -39,7 +39,12 @@ impl Snapshot {
                 Kind::Link => b"link",
                 Kind::Other => b"other",
             };
-            for part in [entry.path.as_bytes(), kind, &entry.mode.to_le_bytes(), content] {
+            for part in [
+                entry.path.as_bytes(),
+                kind,
+                &entry.mode.to_le_bytes(),
+                content,
+            ] {
                 hasher.update(&(part.len() as u64).to_le_bytes());
                 hasher.update(part);
             }

@@ -16,7 +16,8 @@ use rusqlite::fallible_iterator::FallibleIterator;
 use rusqlite::types::ValueRef;
 use rusqlite::{Batch, Connection, OpenFlags, Statement};
 
-const USAGE: &str = "usage: drillyard-sql-tool [--max-rows N] [--max-bytes N] [--create] DATABASE < query";
+const USAGE: &str =
+    "usage: drillyard-sql-tool [--max-rows N] [--max-bytes N] [--create] DATABASE < query";
 
 #[derive(Debug, PartialEq, Eq)]
 struct Options {
@@ -37,7 +38,9 @@ fn main() -> ExitCode {
         }
     };
     let mut query = String::new();
-    let read = io::stdin().read_to_string(&mut query).map_err(|e| format!("query: {e}"));
+    let read = io::stdin()
+        .read_to_string(&mut query)
+        .map_err(|e| format!("query: {e}"));
     let mut out = BufWriter::new(io::stdout().lock());
     let result = read.and_then(|_| run(&options, &query, &mut out));
     let flushed = out.flush();
@@ -62,7 +65,9 @@ fn parse(args: impl Iterator<Item = String>) -> Result<Options, String> {
     while let Some(arg) = args.next() {
         let mut number = || {
             let value = args.next().ok_or(format!("{arg} needs a number"))?;
-            value.parse().map_err(|_| format!("{arg}: '{value}' is no number"))
+            value
+                .parse()
+                .map_err(|_| format!("{arg}: '{value}' is no number"))
         };
         match arg.as_str() {
             "--max-rows" => options.max_rows = number()?,
@@ -86,8 +91,8 @@ fn run(options: &Options, query: &str, out: &mut impl Write) -> Result<(), Strin
     } else if !std::path::Path::new(&options.database).is_file() {
         return Err(format!("no database '{}'", options.database));
     }
-    let connection =
-        Connection::open_with_flags(&options.database, flags).map_err(|e| format!("{}: {e}", options.database))?;
+    let connection = Connection::open_with_flags(&options.database, flags)
+        .map_err(|e| format!("{}: {e}", options.database))?;
     let mut left = options.max_bytes;
     let mut statements = 0;
     let mut batch = Batch::new(&connection, query);
@@ -117,7 +122,11 @@ fn print_rows(
     out: &mut impl Write,
 ) -> Result<(), String> {
     let columns = statement.column_count();
-    let header = statement.column_names().map(escape).collect::<Vec<_>>().join("|");
+    let header = statement
+        .column_names()
+        .map(escape)
+        .collect::<Vec<_>>()
+        .join("|");
     let mut rows = statement.raw_query();
     let mut printed = 0;
     let mut pending = Some(header);
@@ -142,7 +151,10 @@ fn print_rows(
         }
         let cells = cells.join("|");
         if cells.len() + 1 > *left {
-            return line(out, &format!("[output cut after {printed} rows: too many bytes]"));
+            return line(
+                out,
+                &format!("[output cut after {printed} rows: too many bytes]"),
+            );
         }
         *left -= cells.len() + 1;
         line(out, &cells)?;
@@ -169,7 +181,9 @@ fn cell(value: ValueRef<'_>) -> String {
 }
 
 fn escape(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('\n', "\\n").replace('\r', "\\r")
+    text.replace('\\', "\\\\")
+        .replace('\n', "\\n")
+        .replace('\r', "\\r")
 }
 
 /// SQLite's own words, without the wrapper's.
@@ -185,7 +199,12 @@ fn text(error: rusqlite::Error) -> String {
 mod tests {
     use super::*;
 
-    fn on(database: &str, max_rows: usize, max_bytes: usize, query: &str) -> (String, Result<(), String>) {
+    fn on(
+        database: &str,
+        max_rows: usize,
+        max_bytes: usize,
+        query: &str,
+    ) -> (String, Result<(), String>) {
         let options = Options {
             database: database.into(),
             max_rows,
@@ -219,7 +238,10 @@ mod tests {
         let (out, result) = query("select 1 as one; selec 2;");
         assert_eq!(out, "one\n1\n");
         assert!(result.unwrap_err().contains("near \"selec\": syntax error"));
-        assert_eq!(query("select * from nowhere").1, Err("no such table: nowhere".into()));
+        assert_eq!(
+            query("select * from nowhere").1,
+            Err("no such table: nowhere".into())
+        );
         assert_eq!(query(" -- nothing\n").1, Err("the query is empty".into()));
         // An error while stepping, after the first row.
         let (_, result) = query("select abs(-9223372036854775808)");
@@ -228,11 +250,18 @@ mod tests {
 
     #[test]
     fn endless_results_are_cut() {
-        let endless = "with recursive n(i) as (select 1 union all select i + 1 from n) select i from n";
-        assert_eq!(on(":memory:", 2, 100, endless).0, "i\n1\n2\n[output cut after 2 rows]\n");
+        let endless =
+            "with recursive n(i) as (select 1 union all select i + 1 from n) select i from n";
+        assert_eq!(
+            on(":memory:", 2, 100, endless).0,
+            "i\n1\n2\n[output cut after 2 rows]\n"
+        );
         let (out, result) = on(":memory:", 1000, 10, endless);
         assert_eq!(result, Ok(()));
-        assert_eq!(out, "i\n1\n2\n3\n4\n[output cut after 4 rows: too many bytes]\n");
+        assert_eq!(
+            out,
+            "i\n1\n2\n3\n4\n[output cut after 4 rows: too many bytes]\n"
+        );
     }
 
     #[test]
@@ -240,7 +269,10 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("none.db");
         let name = path.to_str().unwrap();
-        assert_eq!(on(name, 10, 1000, "select 1").1, Err(format!("no database '{name}'")));
+        assert_eq!(
+            on(name, 10, 1000, "select 1").1,
+            Err(format!("no database '{name}'"))
+        );
         assert!(!path.exists());
         let options = Options {
             database: name.into(),
