@@ -152,7 +152,12 @@ impl Decoder {
             .flat_map(|slot| std::iter::repeat_n(*slot, time));
         let cells = self.cells(slot_of_token.zip(positions.iter().copied()));
         let read = if contiguous {
-            Slots::Range(first, n)
+            Slots::Runs(vec![Run {
+                slot: first,
+                first: 0,
+                rows: n,
+                reach: reach as i64,
+            }])
         } else {
             Slots::List(self.on_device(&slots))
         };
@@ -170,51 +175,92 @@ impl Decoder {
     }
 
     /// Appends one token to each row's slot (each slot at most once, rows in ascending order of slot), and returns the logits after
-    /// it: `[rows, V]`, in the order of the rows. Slots between the first and the last row that have no row are left as they are;
-    /// they cost time, so keep rows close together.
+    /// it: `[rows, V]`, in the order of the rows. Slots without a row are left as they are.
     pub fn decode(&mut self, rows: &[DecodeRow]) -> Result<Tensor, ModelError> {
         for row in rows {
             self.check(row.slot, row.position, &[row.id])?;
         }
-        let (Some(first), Some(last)) = (rows.first(), rows.last()) else {
+        if rows.is_empty() {
             return Err(ModelError::Input("no rows to decode".into()));
-        };
+        }
         if !rows.is_sorted_by(|a, b| a.slot < b.slot) {
             return Err(ModelError::Input(
                 "rows must come in ascending order of slot".into(),
             ));
         }
         let _guard = tch::no_grad_guard();
-        let n = last.slot - first.slot + 1;
-        let mut ids = vec![0_i64; n];
-        let mut positions = vec![self.max_len as i64; n];
+        let (mut ids, mut slots, mut positions, mut wanted) = (vec![], vec![], vec![], vec![]);
+        let mut runs: Vec<Run> = Vec::new();
         for row in rows {
-            ids[row.slot - first.slot] = i64::from(row.id);
-            positions[row.slot - first.slot] = row.position as i64;
+            let reach = row.position as i64 + 1;
+            match runs.last_mut() {
+                // A small gap is cheaper to compute than to leave out.
+                Some(run) if row.slot as i64 - (run.slot + run.rows) <= SMALL_GAP => {
+                    for slot in run.slot + run.rows..row.slot as i64 {
+                        ids.push(0);
+                        slots.push(slot);
+                        positions.push(self.max_len as i64);
+                    }
+                    run.rows = row.slot as i64 + 1 - run.slot;
+                    run.reach = run.reach.max(reach);
+                }
+                _ => runs.push(Run {
+                    slot: row.slot as i64,
+                    first: ids.len() as i64,
+                    rows: 1,
+                    reach,
+                }),
+            }
+            wanted.push(ids.len() as i64);
+            ids.push(i64::from(row.id));
+            slots.push(row.slot as i64);
+            positions.push(row.position as i64);
         }
-        let reach = rows
-            .iter()
-            .map(|r| r.position + 1)
-            .max()
-            .unwrap_or_default();
-        let slots = first.slot as i64..;
-        let cells = self.cells(slots.zip(positions.iter().copied()));
+        let cells = self.cells(slots.into_iter().zip(positions.iter().copied()));
         let hidden = self.forward(&Step {
             ids: self.on_device(&ids),
             positions: self.on_device(&positions),
             cells: self.on_device(&cells),
-            rows: n as i64,
+            rows: ids.len() as i64,
             time: 1,
-            reach: reach as i64,
-            read: Slots::Range(first.slot as i64, n as i64),
+            reach: runs.iter().map(|run| run.reach).max().unwrap_or_default(),
+            read: Slots::Runs(runs),
         })?;
-        let hidden = if rows.len() == n {
+        let hidden = if wanted.len() == ids.len() {
             hidden
         } else {
-            let wanted: Vec<i64> = rows.iter().map(|r| (r.slot - first.slot) as i64).collect();
             hidden.index_select(0, &self.on_device(&wanted))
         };
         Ok(linear(&hidden, &self.output))
+    }
+
+    /// Makes slot `to` hold the first `len` tokens that slot `from` holds.
+    pub fn copy_prefix(&mut self, from: usize, to: usize, len: usize) -> Result<(), ModelError> {
+        if from >= self.slots || to >= self.slots || len > self.max_len {
+            return Err(ModelError::Input(format!(
+                "copying {len} tokens from slot {from} to slot {to} of {} slots of {} tokens",
+                self.slots, self.max_len
+            )));
+        }
+        if from == to || len == 0 {
+            return Ok(());
+        }
+        let _guard = tch::no_grad_guard();
+        let heads = self.config.num_key_value_heads;
+        let shape = [
+            self.slots as i64,
+            heads,
+            self.max_len as i64 + 1,
+            self.config.head_dim,
+        ];
+        for layer in &self.layers {
+            for cache in [&layer.keys, &layer.values] {
+                let cache = cache.view(shape);
+                let place = |slot: usize| cache.get(slot as i64).narrow(1, 0, len as i64);
+                place(to).f_copy_(&place(from))?;
+            }
+        }
+        Ok(())
     }
 
     fn check(&self, slot: usize, start: usize, ids: &[i32]) -> Result<(), ModelError> {
@@ -317,26 +363,51 @@ impl Decoder {
                 .permute([0, 2, 3, 1, 4])
                 .reshape([step.rows, kv_heads, group * step.time, width]);
             let shape = [self.slots as i64, kv_heads, self.max_len as i64 + 1, width];
-            let read = |cache: &Tensor| {
-                let cache = cache.view(shape).narrow(2, 0, step.reach);
-                match &step.read {
-                    Slots::Range(start, n) => cache.narrow(0, *start, *n),
-                    Slots::List(slots) => cache.index_select(0, slots),
+            let (keys, values) = (layer.keys.view(shape), layer.values.view(shape));
+            let attend = |q: &Tensor, keys: &Tensor, values: &Tensor, mask: &Tensor| {
+                Tensor::f_scaled_dot_product_attention(
+                    q,
+                    keys,
+                    values,
+                    Some(mask),
+                    0.0,
+                    false,
+                    None,
+                    false,
+                )
+            };
+            let attended = match &step.read {
+                Slots::List(slots) => {
+                    let pick =
+                        |cache: &Tensor| cache.narrow(2, 0, step.reach).index_select(0, slots);
+                    attend(&q, &pick(&keys), &pick(&values), &mask)?
+                }
+                Slots::Runs(runs) => {
+                    let parts = runs
+                        .iter()
+                        .map(|run| {
+                            let pick = |cache: &Tensor| {
+                                cache.narrow(0, run.slot, run.rows).narrow(2, 0, run.reach)
+                            };
+                            let rows = |t: &Tensor| t.narrow(0, run.first, run.rows);
+                            attend(
+                                &rows(&q),
+                                &pick(&keys),
+                                &pick(&values),
+                                &rows(&mask).narrow(3, 0, run.reach),
+                            )
+                        })
+                        .collect::<Result<Vec<_>, _>>()?;
+                    match parts.as_slice() {
+                        [one] => one.shallow_clone(),
+                        many => Tensor::f_cat(many, 0)?,
+                    }
                 }
             };
-            let attended = Tensor::f_scaled_dot_product_attention(
-                &q,
-                &read(&layer.keys),
-                &read(&layer.values),
-                Some(&mask),
-                0.0,
-                false,
-                None,
-                false,
-            )?
-            .view([step.rows, kv_heads, group, step.time, width])
-            .permute([0, 3, 1, 2, 4])
-            .reshape([tokens, heads * width]);
+            let attended = attended
+                .view([step.rows, kv_heads, group, step.time, width])
+                .permute([0, 3, 1, 2, 4])
+                .reshape([tokens, heads * width]);
             x = x + linear(&attended, &layer.o);
             let gate_up = linear(&norm(&x, &layer.post_attention_norm), &layer.gate_up);
             let gate = gate_up.narrow(1, 0, c.intermediate_size);
@@ -347,9 +418,22 @@ impl Decoder {
     }
 }
 
-/// Which slots' caches a step reads: a range is read in place, a list is copied out.
+/// Idle slots between two active ones up to which both are read as one stretch.
+const SMALL_GAP: i64 = 1;
+
+/// Neighbouring slots.
+struct Run {
+    slot: i64,
+    /// The step's row that stands for the first slot.
+    first: i64,
+    rows: i64,
+    /// How many positions of these slots are looked at.
+    reach: i64,
+}
+
+/// Which slots' caches a step reads: neighbours are read in place, a list is copied out.
 enum Slots {
-    Range(i64, i64),
+    Runs(Vec<Run>),
     List(Tensor),
 }
 
@@ -362,7 +446,7 @@ struct Step {
     cells: Tensor,
     rows: i64,
     time: i64,
-    /// How many positions of each slot are looked at.
+    /// How many positions of each slot are looked at, at most.
     reach: i64,
     read: Slots,
 }

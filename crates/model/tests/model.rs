@@ -192,6 +192,17 @@ fn cached_logits_equal_the_full_pass() {
                 lengths[*r] += 1;
             }
         }
+        // A copied beginning serves as if it had been computed; what the other slot holds stays.
+        decoder.copy_prefix(slots[0], 5, 7).unwrap();
+        let tail = [PrefillRow {
+            slot: 5,
+            start: 7,
+            ids: &rows[0][7..9],
+        }];
+        let difference =
+            largest_difference(&decoder.prefill(&tail).unwrap().get(0), &expected[0].get(8));
+        assert!(difference < 1e-4, "after a copy: {difference}");
+        assert!(decoder.copy_prefix(0, 6, 1).is_err());
         // Going back in a slot overwrites what was there.
         prefill([3; 4], [8; 4], &[0, 1, 2, 3], &mut decoder);
     }
