@@ -7,6 +7,7 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::Reply;
 
 use crate::cgroup::{Driver, Group, Meter};
+use crate::landlock;
 use crate::pid1::{self, Inside};
 use crate::sys::{self, At, Cloned, Failure};
 use crate::world::Mode;
@@ -162,11 +163,13 @@ fn settle<'a>(
         Mode::User => TOOL_ID,
     };
     confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
+    let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     Ok(Inside {
         socket,
         signals,
         meter,
+        rules,
         start,
         own_id,
     })

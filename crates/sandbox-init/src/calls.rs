@@ -10,6 +10,7 @@ use drillyard_sandbox_init::init::{Called, End, Reply, What};
 
 use crate::birth::TOOL_ID;
 use crate::filetools;
+use crate::landlock;
 use crate::pid1::Inside;
 use crate::scan::Index;
 use crate::sys::{self, Cloned};
@@ -444,6 +445,9 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
         let start = inside.start;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::setsid() })?;
+        if let Some(rules) = &inside.rules {
+            landlock::enter(rules)?;
+        }
         for (from, to) in streams.into_iter().zip(0..) {
             sys::dup3(from, to)?;
         }

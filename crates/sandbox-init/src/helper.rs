@@ -12,6 +12,7 @@ use drillyard_sandbox_init::frame;
 
 use crate::birth::{self, Sandbox};
 use crate::cgroup::{Controller, Driver};
+use crate::landlock;
 use crate::sys::{self, Failure};
 use crate::world::{self, Mode};
 
@@ -311,6 +312,17 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
         format!("{} a stream and call", mib(limits.output_bytes)),
         Holds::Yes,
         "read inside with a cap; the call is killed beyond it".into(),
+    ));
+    let landlock = landlock::version();
+    rows.push(row(
+        "files",
+        "of the host: read only, by an allow-list".into(),
+        Holds::Yes,
+        if landlock == 0 {
+            "a root of their own, read-only mounts (this kernel has no Landlock)".into()
+        } else {
+            format!("a root of their own, read-only mounts, Landlock version {landlock}")
+        },
     ));
     rows.push(row(
         "network",

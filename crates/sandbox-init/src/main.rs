@@ -8,6 +8,7 @@ mod calls;
 mod cgroup;
 mod filetools;
 mod helper;
+mod landlock;
 mod pid1;
 mod scan;
 mod sys;

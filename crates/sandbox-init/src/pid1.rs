@@ -21,6 +21,8 @@ pub struct Inside<'a> {
     /// Readable when a child ended.
     pub signals: OwnedFd,
     pub meter: Meter,
+    /// What tools may write, where the kernel can be told.
+    pub rules: Option<OwnedFd>,
     pub start: &'a Start,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,

@@ -89,6 +89,7 @@ impl Client {
         )
         .map_err(io::Error::from)?;
         let mut helper = Command::new(program)
+            .arg0(crate::host::INIT)
             .arg("helper")
             .env_clear()
             .current_dir("/")

@@ -274,7 +274,10 @@ async fn nothing_of_the_host_is_to_be_seen() {
     assert!(std::fs::read_dir("/proc").unwrap().count() > 10);
     let seen = output(&mut sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '").await;
     assert!(
-        seen.contains("bash") && !seen.contains("cargo") && !seen.contains("tests"),
+        seen.contains("bash")
+            && !seen.contains("target")
+            && !seen.contains("cargo")
+            && !seen.contains("tests"),
         "{seen}"
     );
     let mounts = output(&mut sandbox, "cat /proc/self/mountinfo").await;
@@ -1389,6 +1392,38 @@ async fn wrong_configurations_name_the_field() {
         let error = Pool::start(config).await.unwrap_err().to_string();
         assert!(error.contains(part), "{error}");
     }
+}
+
+#[tokio::test]
+async fn a_host_that_forbids_it_is_told_what_to_do() {
+    if std::env::var_os("DRILLYARD_TEST_FORBIDDEN").is_some() {
+        let error = Pool::start(small()).await.unwrap_err();
+        assert!(matches!(error, SandboxError::Unable { .. }), "{error}");
+        let error = error.to_string();
+        assert!(
+            error.contains("sysctl -w user.max_user_namespaces="),
+            "{error}"
+        );
+        assert!(
+            error.contains("nothing is run without isolation"),
+            "{error}"
+        );
+        return;
+    }
+    // A user namespace in which no more of them can be made stands for a host that allows none.
+    let run = "echo 0 > /proc/sys/user/max_user_namespaces && \"$0\" --exact a_host_that_forbids_it_is_told_what_to_do";
+    let done = Command::new("unshare")
+        .args(["-Ur", "sh", "-c", run])
+        .arg(std::env::current_exe().unwrap())
+        .env("DRILLYARD_TEST_FORBIDDEN", "1")
+        .output()
+        .unwrap();
+    let said = text(&done.stdout);
+    assert!(
+        done.status.success() && said.contains("1 passed"),
+        "{said}{}",
+        text(&done.stderr)
+    );
 }
 
 #[tokio::test]
