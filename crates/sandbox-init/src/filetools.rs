@@ -80,7 +80,7 @@ pub fn list_dir(path: &str) -> i32 {
                         text.extend(sys::readlink_at(dir.as_raw_fd(), &name).unwrap_or_default());
                     }
                     libc::S_IFREG => {
-                        text.extend_from_slice(format!("\t{}", stat.st_size).as_bytes())
+                        text.extend_from_slice(format!("\t{}", stat.st_size).as_bytes());
                     }
                     _ => text.extend_from_slice(b"\t(special)"),
                 }

@@ -58,9 +58,8 @@ pub fn encode<T: Serialize>(head: &T, body_len: usize) -> io::Result<Vec<u8>> {
 
 /// Head and body lengths out of a frame's first [`PREFIX`] bytes; refuses frames beyond the given body size.
 pub fn lengths(prefix: [u8; PREFIX], max_body: u64) -> io::Result<(usize, usize)> {
-    let [a, b, c, d, e, f, g, h] = prefix;
-    let head = u32::from_le_bytes([a, b, c, d]);
-    let body = u32::from_le_bytes([e, f, g, h]);
+    let wire = u64::from_le_bytes(prefix);
+    let (head, body) = (wire as u32, (wire >> 32) as u32);
     if head > MAX_HEAD || u64::from(body) > max_body {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,

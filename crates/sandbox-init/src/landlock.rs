@@ -21,6 +21,11 @@ const REFER: u64 = 1 << 13;
 /// Version 3.
 const TRUNCATE: u64 = 1 << 14;
 
+/// Flag that asks for the interface's version.
+const CREATE_RULESET_VERSION: u32 = 1;
+/// The kind of a rule about a directory.
+const PATH_BENEATH: u32 = 1;
+
 /// Version 6: abstract unix sockets and signals.
 const SCOPES: u64 = 0b11;
 
@@ -40,7 +45,6 @@ struct PathBeneathAttr {
 
 /// The version of the interface this kernel has; 0 for none.
 pub fn version() -> i64 {
-    const CREATE_RULESET_VERSION: u32 = 1;
     // SAFETY: asks for the version only; no memory is involved.
     let version = unsafe {
         libc::syscall(
@@ -109,7 +113,6 @@ pub fn prepare() -> io::Result<Option<OwnedFd>> {
             allowed_access,
             parent_fd: dir.as_raw_fd(),
         };
-        const PATH_BENEATH: u32 = 1;
         // SAFETY: the rule outlives the call.
         let r = unsafe {
             libc::syscall(

@@ -17,14 +17,12 @@ mod world;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    match std::env::args().nth(1).as_deref() {
-        Some("helper") => helper::run(),
-        _ => {
-            let _ = std::io::Write::write_all(
-                &mut std::io::stderr(),
-                b"drillyard-sandbox-init is started by drillyard; it does nothing by itself\n",
-            );
-            ExitCode::from(2)
-        }
+    if std::env::args().nth(1).as_deref() == Some("helper") {
+        return helper::run();
     }
+    let _ = std::io::Write::write_all(
+        &mut std::io::stderr(),
+        b"drillyard-sandbox-init is started by drillyard; it does nothing by itself\n",
+    );
+    ExitCode::from(2)
 }

@@ -441,7 +441,7 @@ pub fn drop_bounding() {
 /// Installs a system call filter given as an array of `struct sock_filter`.
 pub fn install_filter(program: &[u8]) -> io::Result<()> {
     let count = program.len() / 8;
-    if count == 0 || program.len() % 8 != 0 || count > 4096 {
+    if count == 0 || !program.len().is_multiple_of(8) || count > 4096 {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
     let filters: Vec<libc::sock_filter> = program
@@ -461,7 +461,7 @@ pub fn install_filter(program: &[u8]) -> io::Result<()> {
     check(unsafe {
         libc::prctl(
             libc::PR_SET_SECCOMP,
-            libc::SECCOMP_MODE_FILTER as c_ulong,
+            c_ulong::from(libc::SECCOMP_MODE_FILTER),
             &raw const prog,
         )
     })
@@ -490,14 +490,16 @@ pub fn loopback_up() -> io::Result<()> {
     .map(drop)
 }
 
+/// Room for one descriptor beside a packet.
+#[repr(align(8))]
+struct Room([u8; 24]);
+
 /// Sends one packet, with a descriptor if given.
 pub fn send(socket: RawFd, bytes: &[u8], pass: Option<RawFd>) -> io::Result<()> {
     let mut iov = libc::iovec {
         iov_base: bytes.as_ptr().cast_mut().cast(),
         iov_len: bytes.len(),
     };
-    #[repr(align(8))]
-    struct Room([u8; 24]);
     let mut room = Room([0; 24]);
     // SAFETY: an all-zero msghdr is valid; the control buffer has room for one descriptor and is aligned.
     unsafe {

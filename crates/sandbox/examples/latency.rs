@@ -1,4 +1,8 @@
-//! Prints how long sandboxes and calls take on this machine: `cargo run -p drillyard-sandbox --example latency`.
+//! Prints how long sandboxes and calls take on this machine:
+//! `cargo run -p drillyard-sandbox --example latency [N] [without-groups]`.
+//!
+//! On a busy machine each wake-up waits for a scheduler tick; `chrt -f 50` shows the figures without it (real-time
+//! processes cannot join version 1 cpu groups, hence `without-groups`).
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -20,12 +24,14 @@ fn line(out: &mut impl Write, name: &str, mut times: Vec<Duration>) -> std::io::
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let n: usize = std::env::args().nth(1).map_or(Ok(200), |n| n.parse())?;
+    let control_groups = std::env::args().nth(2).as_deref() != Some("without-groups");
     let mut out = std::io::stdout().lock();
     let setup = Setup::new([("in.csv", &b"a,b\n1,2\n"[..])]);
 
     // Without a pool every lease makes a sandbox.
     let cold = Pool::start(SandboxConfig {
         pool_size: 0,
+        control_groups,
         ..SandboxConfig::default()
     })
     .await?;
@@ -43,7 +49,11 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     line(&mut out, "sandbox_close", close)?;
     drop(cold);
 
-    let pool = Pool::start(SandboxConfig::default()).await?;
+    let pool = Pool::start(SandboxConfig {
+        control_groups,
+        ..SandboxConfig::default()
+    })
+    .await?;
     let mut lease = Vec::new();
     for _ in 0..n {
         while pool.ready() == 0 {
@@ -52,7 +62,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         let started = Instant::now();
         let sandbox = pool.lease(&setup).await?;
         lease.push(started.elapsed());
-        drop(sandbox);
+        sandbox.close().await;
     }
     line(&mut out, "sandbox_lease", lease)?;
 

@@ -41,7 +41,7 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             call_timeout: Duration::from_secs(30),
-            episode_timeout: Duration::from_secs(600),
+            episode_timeout: Duration::from_mins(10),
             memory_bytes: 4 << 30,
             disk_bytes: 1 << 30,
             files: 100_000,

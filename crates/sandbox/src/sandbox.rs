@@ -78,7 +78,7 @@ impl Sandbox {
         let started = Instant::now();
         match self.ask(&request, &body, max_body, timeout + SLACK).await {
             Ok((Reply::Called(called), body)) => CallResult::of(*called, &body),
-            Ok((other, _)) => Err(unexpected(other)),
+            Ok((other, _)) => Err(unexpected(&other)),
             Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
                 CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
             ),
@@ -106,7 +106,7 @@ impl Sandbox {
                     body: body.into(),
                 })
             }
-            Ok((other, _)) => Err(unexpected(other)),
+            Ok((other, _)) => Err(unexpected(&other)),
             Err((error, _)) => Err(error),
         }
     }
@@ -154,7 +154,7 @@ impl Sandbox {
             .await
         {
             Ok((Reply::Done, _)) => Ok(()),
-            Ok((other, _)) => Err(unexpected(other)),
+            Ok((other, _)) => Err(unexpected(&other)),
             Err((error, _)) => Err(error),
         }
     }
@@ -222,9 +222,11 @@ impl Drop for Sandbox {
     }
 }
 
-fn unexpected(reply: Reply) -> SandboxError {
+fn unexpected(reply: &Reply) -> SandboxError {
     match reply {
-        Reply::Refused { message } => SandboxError::Refused { message },
+        Reply::Refused { message } => SandboxError::Refused {
+            message: message.clone(),
+        },
         _ => SandboxError::Protocol(std::io::Error::other("an answer to another question")),
     }
 }
@@ -277,6 +279,10 @@ pub(crate) async fn receive(
     Ok((reply, body))
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "the shape that map_err calls"
+)]
 fn lost(error: std::io::Error) -> SandboxError {
     SandboxError::Lost {
         cause: match error.kind() {

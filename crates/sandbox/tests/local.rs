@@ -2,6 +2,8 @@
 //!
 //! As root the whole file also runs once more as an ordinary user (`also_as_an_ordinary_user`).
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 use std::collections::BTreeSet;
 use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
@@ -10,9 +12,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use drillyard_sandbox::Change::{Created, Deleted, Modified};
 use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Change, Holds, Kind, Limits, Pool, Sandbox, SandboxConfig,
-    SandboxError, Setup, Snapshot,
+    Call, CallOutcome, CallResult, Holds, Kind, Limits, Pool, Sandbox, SandboxConfig, SandboxError,
+    Setup, Snapshot,
 };
 
 const MIB: u64 = 1 << 20;
@@ -133,7 +136,7 @@ async fn a_call_says_what_it_did() {
         .iter()
         .map(|c| (c.path.as_str(), c.change))
         .collect();
-    assert_eq!(changed, [("out.txt", Change::Created)]);
+    assert_eq!(changed, [("out.txt", Created)]);
     assert_eq!(output(&mut sandbox, "cat deep/down/x").await, "x");
 
     let missing = Call::Exec {
@@ -907,7 +910,6 @@ async fn changed_files_are_told_exactly() {
             )
         })
         .collect();
-    use Change::{Created, Deleted, Modified};
     assert_eq!(
         got,
         [
@@ -1213,7 +1215,7 @@ async fn victim(test: &str) -> Option<(std::process::Child, String)> {
                 shell_for(&mut sandbox, Duration::from_secs(10), &command).await
             });
         }
-        tokio::time::sleep(Duration::from_secs(60)).await;
+        tokio::time::sleep(Duration::from_mins(1)).await;
         return None;
     }
     let mark = unique();

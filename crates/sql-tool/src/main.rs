@@ -174,8 +174,11 @@ fn cell(value: ValueRef<'_>) -> String {
         ValueRef::Real(r) => format!("{r:?}"),
         ValueRef::Text(bytes) => escape(&String::from_utf8_lossy(bytes)),
         ValueRef::Blob(bytes) => {
-            let hex: String = bytes.iter().map(|b| format!("{b:02X}")).collect();
-            format!("X'{hex}'")
+            let mut hex = String::from("X'");
+            for byte in bytes {
+                let _ = std::fmt::Write::write_fmt(&mut hex, format_args!("{byte:02X}"));
+            }
+            hex + "'"
         }
     }
 }
