@@ -115,7 +115,7 @@ fn prepare<'a>(
         What::ReadFile { path, max_bytes } => (
             Tool::Read {
                 path,
-                max: *max_bytes,
+                max: (*max_bytes).min(inside.start.limits.output_bytes),
             },
             &[][..],
         ),

@@ -32,7 +32,7 @@ pub enum Call {
     ReadFile {
         /// Its path.
         path: String,
-        /// Print at most so many bytes.
+        /// Print at most so many bytes, and never more than the output limit.
         max_bytes: u64,
     },
     /// Create or replace a file; missing parent directories are made.

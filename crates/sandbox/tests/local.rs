@@ -444,6 +444,46 @@ async fn system_calls_that_lead_out_are_refused() {
     sandbox.close().await;
 }
 
+/// A static program of this machine code.
+fn elf(code: &[u8]) -> Vec<u8> {
+    const BASE: u64 = 0x40_0000;
+    let size = (64 + 56 + code.len()) as u64;
+    let mut elf = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
+    for word in [BASE + 120, 64, 0] {
+        elf.extend(word.to_le_bytes());
+    }
+    elf.extend(b"\0\0\0\0\x40\0\x38\0\x01\0\x40\0\0\0\0\0\x01\0\0\0\x05\0\0\0");
+    for word in [0, BASE, BASE, size, size, 0x1000] {
+        elf.extend(word.to_le_bytes());
+    }
+    elf.extend(code);
+    elf
+}
+
+#[tokio::test]
+async fn another_architecture_is_no_way_around_the_filter() {
+    let exit = b"\xb8\x3c\0\0\0\x31\xff\x0f\x05";
+    let mut by_int_80 = b"\xb8\x14\0\0\0\xcd\x80".to_vec();
+    by_int_80.extend(exit);
+    let setup = Setup::new([("plain", elf(exit)), ("i386", elf(&by_int_80))]);
+    let mut sandbox = pool().await.lease(&setup).await.unwrap();
+    output(&mut sandbox, "chmod +x plain i386").await;
+    let run = |program: &str| Call::Exec {
+        argv: vec![program.into()],
+        stdin: Vec::new(),
+        timeout: None,
+    };
+    assert_eq!(
+        sandbox.call(run("./plain")).await.unwrap().exit_code,
+        Some(0)
+    );
+    assert_eq!(
+        sandbox.call(run("./i386")).await.unwrap().signal,
+        Some(libc::SIGSYS)
+    );
+    sandbox.close().await;
+}
+
 #[tokio::test]
 async fn its_supervisor_cannot_be_harmed() {
     let mut sandbox = sandbox().await;
@@ -1175,6 +1215,86 @@ async fn sixty_four_at_once() {
         sandbox.close().await;
     }
     assert_eq!(pool.live(), 0);
+}
+
+/// Half of these are up to no good; each is tried against the same pool many times over.
+const EPISODES: [&str; 12] = [
+    "echo hello > out; cat out",
+    "b() { b | b & }; b; sleep 30",
+    "yes",
+    "setsid sleep 1000 & setsid sleep 1000 & sleep 1000",
+    "sort /etc/passwd | head -n 1 > first",
+    "head -c 1G /dev/zero > big",
+    "rm -rf / /work /tmp 2>/dev/null; echo done",
+    "perl -e '$x = \"x\" x (1 << 30)'; cat /etc/hostname",
+    "kill -9 -1",
+    "for i in {1..600}; do mkdir -p d$i; done",
+    "mkfifo p; cat p",
+    "grep -r agent /etc | wc -l; drillyard-sql-tool :memory: <<< 'select 1'",
+];
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_hostile_episodes_leave_the_host_as_it_was() {
+    let descriptors = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let mounts = || std::fs::read_to_string("/proc/self/mountinfo").unwrap();
+    let mut config = small();
+    config.pool_size = 4;
+    config.limits.call_timeout = Duration::from_millis(400);
+    let pool = Pool::start(config).await.unwrap();
+    eventually("the pool is full", || pool.ready() == 4).await;
+    let before = (descriptors(), mounts());
+    let work = Arc::new(AtomicUsize::new(0));
+    let workers: Vec<_> = (0..16)
+        .map(|_| {
+            let (pool, work) = (pool.clone(), Arc::clone(&work));
+            tokio::spawn(async move {
+                loop {
+                    let i = work.fetch_add(1, Ordering::Relaxed);
+                    if i >= 120 {
+                        return;
+                    }
+                    let setup = Setup::new([("mine", format!("{i}\n").into_bytes())]);
+                    let mut sandbox = pool.lease(&setup).await.unwrap();
+                    sandbox
+                        .call(Call::shell(EPISODES[i % EPISODES.len()]))
+                        .await
+                        .unwrap();
+                    // The next call is never harmed by the one before.
+                    let next = sandbox
+                        .call(Call::shell(
+                            "rm -rf /work/* /tmp/* /dev/shm/*; echo $((6 * 7))",
+                        ))
+                        .await
+                        .unwrap();
+                    assert!(
+                        text(&next.stdout) == "42\n" || next.outcome == CallOutcome::Timeout,
+                        "{}: {next:?}",
+                        EPISODES[i % EPISODES.len()]
+                    );
+                    sandbox.close().await;
+                }
+            })
+        })
+        .collect();
+    for worker in workers {
+        worker.await.unwrap();
+    }
+    eventually("the pool is full again", || {
+        pool.ready() == 4 && pool.live() == 0
+    })
+    .await;
+    eventually("descriptors are closed", || descriptors() <= before.0).await;
+    assert_eq!(mounts(), before.1);
+    let owner = format!("{}-", std::process::id());
+    drop(pool);
+    // Of this pool; other tests of this process may have theirs.
+    eventually("processes are gone", || {
+        host_processes("sleep\u{0}1000") == 0
+    })
+    .await;
+    if std::env::var_os("NEXTEST").is_some() {
+        assert_eq!(groups(&owner), BTreeSet::new());
+    }
 }
 
 /// Names of control groups of this user's programs, wherever they are.
