@@ -304,11 +304,16 @@ impl Decoder {
 
     /// Runs `rows × time` tokens through the layers; returns hidden states after the last norm, `[rows·time, D]`.
     fn forward(&mut self, step: &Step) -> Result<Tensor, ModelError> {
-        let c = &self.config;
-        let (heads, kv_heads, width) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let config = &self.config;
+        let (heads, kv_heads, width) = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        );
         let (group, tokens) = (heads / kv_heads, step.rows * step.time);
-        let norm =
-            |x: &Tensor, weight: &Tensor| x.rms_norm(c.hidden_size, Some(weight), c.rms_norm_eps);
+        let norm = |x: &Tensor, weight: &Tensor| {
+            x.rms_norm(config.hidden_size, Some(weight), config.rms_norm_eps)
+        };
         let cos = self
             .rotary
             .cos
@@ -342,19 +347,19 @@ impl Decoder {
             let turned = qkv.narrow(1, 0, heads + kv_heads);
             let mut qk = &turned * &cos;
             let qk = qk.addcmul_(&turned.roll(width / 2, -1), &sin);
-            let (k, v) = (
+            let (new_keys, new_values) = (
                 qk.narrow(1, heads, kv_heads),
                 qkv.narrow(1, heads + kv_heads, kv_heads),
             );
             drop(
                 layer
                     .keys
-                    .f_index_copy_(0, &step.cells, &k.reshape([-1, width]))?,
+                    .f_index_copy_(0, &step.cells, &new_keys.reshape([-1, width]))?,
             );
             drop(
                 layer
                     .values
-                    .f_index_copy_(0, &step.cells, &v.reshape([-1, width]))?,
+                    .f_index_copy_(0, &step.cells, &new_values.reshape([-1, width]))?,
             );
             // [rows, KV, group·time, W]
             let q = qk
@@ -408,11 +413,11 @@ impl Decoder {
                 .view([step.rows, kv_heads, group, step.time, width])
                 .permute([0, 3, 1, 2, 4])
                 .reshape([tokens, heads * width]);
-            x = x + linear(&attended, &layer.o);
+            x += linear(&attended, &layer.o);
             let gate_up = linear(&norm(&x, &layer.post_attention_norm), &layer.gate_up);
-            let gate = gate_up.narrow(1, 0, c.intermediate_size);
-            let up = gate_up.narrow(1, c.intermediate_size, c.intermediate_size);
-            x = x + linear(&(gate.silu() * up), &layer.down);
+            let gate = gate_up.narrow(1, 0, config.intermediate_size);
+            let up = gate_up.narrow(1, config.intermediate_size, config.intermediate_size);
+            x += linear(&(gate.silu() * up), &layer.down);
         }
         Ok(norm(&x, &self.final_norm))
     }

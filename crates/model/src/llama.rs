@@ -219,8 +219,9 @@ impl Llama {
                 self.config.max_position_embeddings
             )));
         }
-        let c = &self.config;
-        let (heads, kv_heads, width) = (c.num_attention_heads, c.num_key_value_heads, c.head_dim);
+        let config = &self.config;
+        let (heads, kv_heads) = (config.num_attention_heads, config.num_key_value_heads);
+        let width = config.head_dim;
         let cos = self.rotary.cos.narrow(0, 0, time);
         let sin = self.rotary.sin.narrow(0, 0, time);
         let split = |x: Tensor, n: i64| x.view([batch, time, n, width]).transpose(1, 2);
@@ -243,10 +244,10 @@ impl Llama {
             let attended = attended
                 .transpose(1, 2)
                 .reshape([batch, time, heads * width]);
-            x = x + linear(&attended, &layer.o);
+            x = &x + linear(&attended, &layer.o);
             let normed = self.norm(&x, &layer.post_attention_norm);
             let inner = linear(&normed, &layer.gate).silu() * linear(&normed, &layer.up);
-            x = x + linear(&inner, &layer.down);
+            x = &x + linear(&inner, &layer.down);
         }
         Ok(self.norm(&x, &self.final_norm))
     }

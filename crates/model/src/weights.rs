@@ -47,14 +47,16 @@ pub fn load(dir: &Utf8Path, device: Device) -> Result<BTreeMap<String, Tensor>, 
     Ok(tensors)
 }
 
+/// `model.safetensors.index.json`: which tensor lies in which file.
+#[derive(serde::Deserialize)]
+struct Index {
+    weight_map: BTreeMap<String, String>,
+}
+
 fn files(dir: &Utf8Path) -> Result<Vec<Utf8PathBuf>, ModelError> {
     let index = dir.join(INDEX_FILE);
     if dir.join(WEIGHTS_FILE).exists() || !index.exists() {
         return Ok(vec![dir.join(WEIGHTS_FILE)]);
-    }
-    #[derive(serde::Deserialize)]
-    struct Index {
-        weight_map: BTreeMap<String, String>,
     }
     let text = fs_err::read_to_string(&index)?;
     let parsed: Index = serde_json::from_str(&text).map_err(|source| ModelError::Json {

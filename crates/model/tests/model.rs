@@ -1,5 +1,7 @@
 //! Golden logits of `transformers`, the cache against the full pass, and checkpoints on disk.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::collections::BTreeMap;
 
 use camino::Utf8Path;
@@ -57,6 +59,7 @@ fn largest_difference(a: &Tensor, b: &Tensor) -> f64 {
 }
 
 #[test]
+#[expect(clippy::unreadable_literal, reason = "as recorded")]
 fn logits_are_those_of_transformers() {
     // Recorded with transformers 5.24.0 and torch 2.13.0: LlamaForCausalLM with the configuration, weights and ids above.
     let golden = [

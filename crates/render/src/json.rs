@@ -239,14 +239,13 @@ impl Repairer<'_> {
         loop {
             self.skip();
             match self.peek() {
-                None => break,
                 Some(']') => {
                     self.bump();
                     break;
                 }
                 Some(',') => self.bump(),
                 // The bracket is missing.
-                Some('}') => break,
+                None | Some('}') => break,
                 Some(_) => items.push(self.value(depth + 1)?),
             }
         }
@@ -330,9 +329,7 @@ impl Repairer<'_> {
 
     fn word(&mut self) -> Option<Value> {
         let rest = self.rest();
-        let end = rest
-            .find(|c: char| matches!(c, ',' | '}' | ']' | '\n'))
-            .unwrap_or(rest.len());
+        let end = rest.find([',', '}', ']', '\n']).unwrap_or(rest.len());
         let word = rest[..end].trim_end();
         let value = match word {
             "true" | "True" => Value::Bool(true),
@@ -380,8 +377,8 @@ mod tests {
     #[test]
     fn small_damage_is_repaired() {
         for (damaged, meant) in [
-            (r#"{'a': 'b'}"#, json!({"a": "b"})),
-            (r#"{a: 1, b: 2.5,}"#, json!({"a": 1, "b": 2.5})),
+            (r"{'a': 'b'}", json!({"a": "b"})),
+            (r"{a: 1, b: 2.5,}", json!({"a": 1, "b": 2.5})),
             (r#"{"a": True, "b": None"#, json!({"a": true, "b": null})),
             (
                 r#"{"a": "grep "x y" f", "b": 1}"#,

@@ -183,20 +183,17 @@ fn one_tagged(body: &str, start: usize, inner: usize) -> Region {
         region.repaired.push(format!("{CLOSE} was missing"));
     }
     let text = &tail[..length];
-    match json::repair(text) {
-        Some((value, _)) => {
-            region.repaired.push("the call's JSON was damaged".into());
-            region.take(&value, None);
-        }
-        None => {
-            let reason = match serde_json::from_str::<Value>(text.trim()) {
-                Err(error) => error.to_string(),
-                Ok(_) => "it is not an object".to_owned(),
-            };
-            region.error = Some(format!(
-                "the text after {OPEN} is not valid JSON ({reason}); write {OPEN}{{\"name\":\"TOOL\",\"arguments\":{{…}}}}{CLOSE}"
-            ));
-        }
+    if let Some((value, _)) = json::repair(text) {
+        region.repaired.push("the call's JSON was damaged".into());
+        region.take(&value, None);
+    } else {
+        let reason = match serde_json::from_str::<Value>(text.trim()) {
+            Err(error) => error.to_string(),
+            Ok(_) => "it is not an object".to_owned(),
+        };
+        region.error = Some(format!(
+            "the text after {OPEN} is not valid JSON ({reason}); write {OPEN}{{\"name\":\"TOOL\",\"arguments\":{{…}}}}{CLOSE}"
+        ));
     }
     region
 }
@@ -304,12 +301,13 @@ fn untagged(text: &str, offset: usize, range: Range<usize>, note: &str) -> Optio
         ) {
             return None;
         }
-        match items {
-            Some(items) => items.iter().for_each(|item| region.take(item, None)),
-            None => {
-                region.strict.push(offset..offset + length);
-                region.take(&value, Some(text));
+        if let Some(items) = items {
+            for item in items {
+                region.take(item, None);
             }
+        } else {
+            region.strict.push(offset..offset + length);
+            region.take(&value, Some(text));
         }
         return Some(region);
     }

@@ -199,6 +199,7 @@ fn describe(error: &Error) -> String {
 }
 
 /// `tojson` as `transformers` defines it: Python's `json.dumps`, no HTML escapes.
+#[expect(clippy::needless_pass_by_value, reason = "the signature of a filter")]
 fn tojson(value: &Value, options: Kwargs) -> Result<Value, Error> {
     let indent: Option<usize> = options.get("indent")?;
     let ascii: Option<bool> = options.get("ensure_ascii")?;

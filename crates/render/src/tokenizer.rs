@@ -118,12 +118,11 @@ impl Tokenizer {
         let mut bytes = Vec::new();
         let mut byte_ends = Vec::with_capacity(ids.len());
         for id in ids {
-            match self.added.get(id) {
-                Some(content) => bytes.extend(content.as_bytes()),
-                None => {
-                    let token = self.inner.id_to_token(*id as u32).unwrap_or_default();
-                    bytes.extend(token.chars().filter_map(char_byte));
-                }
+            if let Some(content) = self.added.get(id) {
+                bytes.extend(content.as_bytes());
+            } else {
+                let token = self.inner.id_to_token(*id as u32).unwrap_or_default();
+                bytes.extend(token.chars().filter_map(char_byte));
             }
             byte_ends.push(bytes.len());
         }
@@ -151,6 +150,7 @@ fn ids(tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<i32>, Render
     Ok(encoding.get_ids().iter().map(|id| *id as i32).collect())
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "made for map_err")]
 fn failed(error: tokenizers::Error) -> RenderError {
     RenderError::Tokenizer(error.to_string())
 }
@@ -180,8 +180,7 @@ pub(crate) fn byte_char(byte: u8) -> char {
 /// The byte a vocabulary's character stands for.
 fn char_byte(character: char) -> Option<u8> {
     match u32::from(character) {
-        code @ 0..=255 => Some(code as u8),
-        code @ 256..=288 => Some(code as u8),
+        code @ 0..=288 => Some(code as u8),
         289..=322 => Some((u32::from(character) - 289) as u8 + 127),
         323 => Some(0xAD),
         _ => None,

@@ -1,5 +1,7 @@
 //! The base tokenizer and template, conversations to ids, and properties of the parser.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::sync::LazyLock;
 
 use drillyard_render::base::{BaseTokenizer, BaseTokenizerOptions, END};

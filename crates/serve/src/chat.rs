@@ -181,7 +181,7 @@ impl Shape {
         choice.insert(
             "logprobs".into(),
             if self.logprobs {
-                self.logprobs(&served.tokenizer, generated)
+                logprobs(&served.tokenizer, generated)
             } else {
                 Value::Null
             },
@@ -226,21 +226,22 @@ impl Shape {
             "prompt_tokens_details": {"cached_tokens": generated.cached_tokens},
         })
     }
+}
 
-    fn logprobs(&self, tokenizer: &Tokenizer, generated: &Generated) -> Value {
-        let (text, ends) = tokenizer.pieces(&generated.ids);
-        let mut start = 0;
-        let content: Vec<Value> = ends
-            .into_iter()
-            .zip(&generated.logprobs)
-            .map(|(end, logprob)| {
-                let token = &text[start..end];
-                start = end;
-                json!({"token": token, "logprob": logprob, "bytes": null, "top_logprobs": []})
-            })
-            .collect();
-        json!({"content": content})
-    }
+/// Each token's text and log-probability, in the API's form.
+fn logprobs(tokenizer: &Tokenizer, generated: &Generated) -> Value {
+    let (text, ends) = tokenizer.pieces(&generated.ids);
+    let mut start = 0;
+    let content: Vec<Value> = ends
+        .into_iter()
+        .zip(&generated.logprobs)
+        .map(|(end, logprob)| {
+            let token = &text[start..end];
+            start = end;
+            json!({"token": token, "logprob": logprob, "bytes": null, "top_logprobs": []})
+        })
+        .collect();
+    json!({"content": content})
 }
 
 /// An answer as a message.

@@ -41,7 +41,7 @@ pub(crate) fn respond(served: Arc<Served>, prepared: Prepared) -> Result<Respons
         sent: 0,
         served,
     };
-    let first = state.chunk(json!({"role": "assistant", "content": ""}), None);
+    let first = state.chunk(&json!({"role": "assistant", "content": ""}), None);
     let rest = stream::unfold(state, |mut state| async move {
         let events = state.next().await?;
         Some((stream::iter(events), state))
@@ -67,7 +67,7 @@ impl State {
             return Some(if text.is_empty() {
                 Vec::new()
             } else {
-                vec![self.chunk(json!({"content": text}), None)]
+                vec![self.chunk(&json!({"content": text}), None)]
             });
         }
         let generated = match self.done.take()?.await {
@@ -117,7 +117,7 @@ impl State {
                 .and_then(|text| text.get(self.sent..))
             && !rest.is_empty()
         {
-            events.push(self.chunk(json!({"content": rest}), None));
+            events.push(self.chunk(&json!({"content": rest}), None));
         }
         if !turn.calls.is_empty() {
             let calls: Vec<Value> = turn
@@ -126,9 +126,9 @@ impl State {
                 .enumerate()
                 .map(|(index, call)| json!({"index": index, "id": call.id, "type": call.kind, "function": call.function}))
                 .collect();
-            events.push(self.chunk(json!({"tool_calls": calls}), None));
+            events.push(self.chunk(&json!({"tool_calls": calls}), None));
         }
-        events.push(self.chunk(json!({}), Some((turn.finish, generated))));
+        events.push(self.chunk(&json!({}), Some((turn.finish, generated))));
         if self.shape.include_usage {
             let mut chunk = self.shape.frame(
                 &self.served,
@@ -143,7 +143,7 @@ impl State {
         Ok(events)
     }
 
-    fn chunk(&self, delta: Value, end: Option<(&str, &Generated)>) -> String {
+    fn chunk(&self, delta: &Value, end: Option<(&str, &Generated)>) -> String {
         let hash = end.map_or_else(
             || self.served.engine.weights_hash(),
             |(_, g)| Arc::clone(&g.weights_hash),

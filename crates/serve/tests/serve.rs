@@ -1,5 +1,7 @@
 //! The server over HTTP, against the model's own full forward pass.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::sync::LazyLock;
 
 use camino::{Utf8Path, Utf8PathBuf};
