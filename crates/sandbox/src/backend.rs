@@ -27,7 +27,7 @@ pub trait Backend: Send + Sync {
 }
 
 /// One sandbox, as its backend knows it. Dropping it kills it without waiting.
-pub trait Cell: Send {
+pub trait Cell: Send + Sync {
     /// The stream to PID 1, unless it is lost.
     fn stream(&mut self) -> Option<&mut dyn Stream>;
     /// Kills every process and takes away what the sandbox held; comes back when it is gone.
