@@ -4,7 +4,7 @@
 //! after the last one; [`Decoder::decode`] appends one token to each of many slots. Which tokens a slot holds is the caller's to
 //! know: every row says at which position it starts, and what the slot held from there on is overwritten.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::llama::{Rotary, linear};
 use crate::{Llama, LlamaConfig, ModelError};
@@ -73,7 +73,7 @@ impl Decoder {
         let _guard = tch::no_grad_guard();
         let frozen = |t: &Tensor| t.detach().copy();
         let cells = slots as i64 * config.num_key_value_heads * (max_len as i64 + 1);
-        let options = (Kind::Float, model.device());
+        let cache = || huge_zeros(&[cells, config.head_dim], model.device());
         let layers = model
             .layers
             .iter()
@@ -85,8 +85,8 @@ impl Decoder {
                     o: frozen(&layer.o),
                     gate_up: Tensor::f_cat(&[&layer.gate, &layer.up], 0)?.detach(),
                     down: frozen(&layer.down),
-                    keys: Tensor::f_zeros([cells, config.head_dim], options)?,
-                    values: Tensor::f_zeros([cells, config.head_dim], options)?,
+                    keys: cache()?,
+                    values: cache()?,
                 })
             })
             .collect::<Result<_, ModelError>>()?;
@@ -421,6 +421,25 @@ impl Decoder {
         }
         Ok(norm(&x, &self.final_norm))
     }
+}
+
+/// Zeros on huge pages where the system has them: a step walks through the whole cache, and with ordinary pages much of its time
+/// goes into finding them.
+fn huge_zeros(shape: &[i64], device: Device) -> Result<Tensor, ModelError> {
+    let mut zeros = Tensor::f_empty(shape, (Kind::Float, device))?;
+    #[cfg(target_os = "linux")]
+    if device == Device::Cpu {
+        const PAGE: usize = 2 << 20;
+        let start = zeros.data_ptr() as usize;
+        let end = (start + zeros.numel() * size_of::<f32>()) / PAGE * PAGE;
+        let start = start.next_multiple_of(PAGE);
+        if start < end {
+            // SAFETY: the range lies inside the tensor's own memory. The call changes no content, only how pages are mapped, and a
+            // refusal leaves ordinary pages.
+            unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
+        }
+    }
+    Ok(zeros.f_zero_()?)
 }
 
 /// Idle slots between two active ones up to which both are read as one stretch.
