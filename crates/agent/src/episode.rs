@@ -1,0 +1,1094 @@
+//! One episode: from the first message to the rows that go to the lake.
+//!
+//! The loop does not know whether it runs for the first time or again after a crash. Every model turn and every tool call is asked
+//! of the past first, that is of what the journal holds of this episode; only where the past is silent does it happen. So a resumed
+//! episode comes by the same code to the same rows.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use drillyard_gym::{TaskSet, ToolAction, Toolset, call_milestone, observation};
+use drillyard_lake::{EpisodeBundle, LakeError};
+use drillyard_render::parse_turn;
+use drillyard_sandbox::{Call, CallResult, Change, Sandbox, Setup};
+use drillyard_schema::ids::derive_id;
+use drillyard_schema::table::{Artifact, EpisodeRow, FileChange, TaskRow, Timestamp, ToolCallRow};
+use drillyard_schema::{
+    CallOutcome, DRILLYARD_VERSION, EndReason, EpisodeId, GroupId, Message, ParseStatus, Role,
+    Task, ToolCall, ToolSpec,
+};
+use serde_json::{Value, json};
+
+use crate::artifacts;
+use crate::error::AgentError;
+use crate::files::Files;
+use crate::options::Point;
+use crate::past::{LoggedCall, LoggedTurn, Past, PastCall};
+use crate::policy::{Prior, TurnReply, TurnRequest};
+use crate::prompt;
+use crate::rows::{Rows, StepFacts};
+use crate::shared::Shared;
+use crate::spans;
+use crate::tokens::Sequence;
+
+/// Output kept in a row; the whole is an artifact when it is longer.
+const ROW_OUTPUT_BYTES: usize = 64 << 10;
+/// Output files larger than this are not verified.
+const OUTPUT_FILE_BYTES: u64 = 16 << 20;
+/// Calls of one turn beyond this are not run.
+const CALLS_PER_TURN: usize = 16;
+/// A verifier that takes longer has failed.
+const VERIFY_TIMEOUT: Duration = Duration::from_secs(120);
+/// The agent is warned once this share of the episode's time is used.
+const WARN_AT: f64 = 0.8;
+
+/// An episode to run: everything that is decided before it starts.
+#[derive(Clone)]
+pub(crate) struct Plan {
+    pub task: Arc<Task>,
+    pub set: Arc<dyn TaskSet>,
+    pub toolset: Arc<Toolset>,
+    pub tools: Arc<[ToolSpec]>,
+    pub sample_index: u32,
+    pub attempt: u32,
+    pub episode_id: EpisodeId,
+    pub group_id: GroupId,
+    /// The same for all attempts at a sample and for every run with the same seed.
+    pub seed: u64,
+}
+
+/// How an episode's worker ended.
+pub(crate) enum Finish {
+    /// The episode ended; these are its rows.
+    Ended(Box<EpisodeBundle>),
+    /// It was left for another execution.
+    Suspended,
+}
+
+/// Why the loop stopped.
+pub(crate) enum Halt {
+    End(EndReason, Option<String>),
+    Suspend,
+    Fail(AgentError),
+}
+
+impl From<AgentError> for Halt {
+    fn from(error: AgentError) -> Self {
+        Self::Fail(error)
+    }
+}
+
+impl From<LakeError> for Halt {
+    fn from(error: LakeError) -> Self {
+        Self::Fail(error.into())
+    }
+}
+
+/// What a turn came to.
+struct Reading {
+    calls: Vec<ToolCall>,
+    status: ParseStatus,
+    error: Option<String>,
+    reasoning: Option<String>,
+}
+
+/// An episode under way.
+pub(crate) struct Episode<'a> {
+    shared: &'a Shared,
+    plan: &'a Plan,
+    past: Past,
+    resumed: bool,
+    rows: Rows,
+    messages: Vec<Message>,
+    sequence: Sequence,
+    sandbox: Option<Sandbox>,
+    files: Files,
+    outputs: Vec<String>,
+    clock: Duration,
+    warned: bool,
+    started_at: i64,
+    submitted: bool,
+    answer: Option<String>,
+    milestones: BTreeSet<String>,
+    seen_calls: HashMap<String, u32>,
+    file_changes: u32,
+    artifacts: Vec<Artifact>,
+    unknown_outcomes: u32,
+    state_lost: u32,
+    system_text: String,
+}
+
+/// Microseconds since 1970.
+pub(crate) fn now_us() -> i64 {
+    SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |since| since.as_micros() as i64)
+}
+
+fn micros(duration: Duration) -> i64 {
+    duration.as_micros() as i64
+}
+
+impl<'a> Episode<'a> {
+    /// An episode that begins, or goes on where `past` ends.
+    pub fn new(shared: &'a Shared, plan: &'a Plan, past: Past) -> Result<Self, AgentError> {
+        let options = &shared.options;
+        let task = &plan.task;
+        let protocol = options.policy.client.protocol();
+        let template = options
+            .system_prompt
+            .as_deref()
+            .unwrap_or_else(|| drillyard_gym::system_prompt(&task.task_set));
+        let files = Files::new(plan.set.setup_files(task)?);
+        Ok(Self {
+            shared,
+            plan,
+            resumed: past.is_resumed(),
+            rows: Rows::new(
+                options.run_date.clone(),
+                options.purpose,
+                options.run_id.clone(),
+                plan.episode_id.clone(),
+                (task.task_set.clone(), task.task_set_version.clone()),
+            ),
+            messages: Vec::new(),
+            sequence: Sequence::default(),
+            sandbox: None,
+            files,
+            outputs: plan.set.outputs(task),
+            clock: Duration::ZERO,
+            warned: false,
+            started_at: past.started_at.unwrap_or_else(now_us),
+            submitted: false,
+            answer: None,
+            milestones: BTreeSet::new(),
+            seen_calls: HashMap::new(),
+            file_changes: 0,
+            artifacts: Vec::new(),
+            unknown_outcomes: 0,
+            state_lost: 0,
+            system_text: prompt::system_text(template, &plan.tools, protocol),
+            past,
+        })
+    }
+
+    /// Runs it to its end.
+    pub async fn run(mut self) -> Result<Finish, AgentError> {
+        let (reason, cause) = match self.steps().await {
+            Ok(()) => (EndReason::StepLimit, None),
+            Err(Halt::End(reason, cause)) => (reason, cause),
+            Err(Halt::Suspend) => return Ok(Finish::Suspended),
+            Err(Halt::Fail(error)) => return Err(error),
+        };
+        let (reason, cause) = self.verify(reason, cause).await?;
+        if let Some(sandbox) = self.sandbox.take() {
+            sandbox.close().await;
+        }
+        self.hold(Point::Verified).await;
+        Ok(Finish::Ended(Box::new(self.bundle(reason, cause))))
+    }
+
+    async fn steps(&mut self) -> Result<(), Halt> {
+        if !self.resumed {
+            self.shared
+                .log_start(&self.plan.episode_id, self.started_at)?;
+        }
+        self.hold(Point::Started).await;
+        self.open_conversation();
+        let options = &self.shared.options;
+        let (mut unreadable, mut idle) = (0, 0);
+        for step in 0..options.max_steps {
+            let turn = self.turn(step).await?;
+            let reading = read_turn(&turn.reply, step, options.sampling.max_tokens);
+            self.take_in(step, &turn, &reading);
+            if reading.status == ParseStatus::Error {
+                unreadable += 1;
+                if unreadable >= options.parse_limit {
+                    return Err(Halt::End(EndReason::ParseLimit, None));
+                }
+                let error = reading.error.unwrap_or_default();
+                let text = if turn.reply.is_cut() {
+                    prompt::cut_text(options.sampling.max_tokens)
+                } else {
+                    prompt::parse_error_text(&error)
+                };
+                self.say(Message::text(Role::User, text), Some(step));
+                continue;
+            }
+            unreadable = 0;
+            if reading.calls.is_empty() {
+                idle += 1;
+                if idle >= options.idle_limit {
+                    return Err(Halt::End(EndReason::GaveUp, None));
+                }
+                self.say(Message::text(Role::User, prompt::NO_CALL_TEXT), Some(step));
+                continue;
+            }
+            idle = 0;
+            for (index, call) in reading.calls.iter().enumerate() {
+                self.call(step, index, call).await?;
+            }
+            if self.submitted {
+                return Err(Halt::End(EndReason::Submitted, None));
+            }
+        }
+        Ok(())
+    }
+
+    fn open_conversation(&mut self) {
+        let tools: Vec<Value> = self.plan.tools.iter().map(ToolSpec::to_openai).collect();
+        let system = Message::text(Role::System, self.system_text.clone());
+        // The tools on offer are part of what was sent, so the conversation can be rendered again from its messages alone.
+        self.rows
+            .message(&system, None, Some(json!({ "tools": tools }).to_string()));
+        self.messages.push(system);
+        self.say(
+            Message::text(Role::User, self.plan.task.instruction.clone()),
+            None,
+        );
+    }
+
+    fn say(&mut self, message: Message, step: Option<u32>) {
+        self.rows.message(&message, step, None);
+        self.messages.push(message);
+    }
+
+    /// Holds a test's episode at a point of its choice.
+    async fn hold(&mut self, point: Point) {
+        self.shared.hold(point, &self.plan.episode_id).await;
+    }
+
+    /// Whether the episode may go on.
+    fn check_open(&self) -> Result<(), Halt> {
+        if self.shared.stop.is_stopped() {
+            return Err(Halt::Suspend);
+        }
+        if self.clock >= self.shared.options.episode_timeout {
+            return Err(Halt::End(EndReason::EpisodeTimeout, None));
+        }
+        Ok(())
+    }
+
+    fn time_left(&self) -> Duration {
+        self.shared
+            .options
+            .episode_timeout
+            .saturating_sub(self.clock)
+    }
+
+    // ---- model turns
+
+    async fn turn(&mut self, step: u32) -> Result<LoggedTurn, Halt> {
+        if let Some(turn) = self.past.take_turn(step)? {
+            self.clock += Duration::from_micros(turn.generation_us.max(0) as u64);
+            return Ok(turn);
+        }
+        self.check_open()?;
+        let options = &self.shared.options;
+        let prior = self.sequence.prior();
+        if let (Some((ids, _)), Some(limit)) = (prior, options.max_context_tokens)
+            && ids.len() >= limit as usize
+        {
+            return Err(Halt::End(EndReason::ContextLimit, None));
+        }
+        let request = TurnRequest {
+            task: &self.plan.task,
+            sample_index: self.plan.sample_index,
+            episode_seed: self.plan.seed,
+            step,
+            messages: &self.messages,
+            tools: &self.plan.tools,
+            prior: prior.map(|(token_ids, messages)| Prior {
+                token_ids,
+                messages,
+            }),
+            sampling: options.sampling,
+            seed: seed_of(&[&self.plan.seed.to_string(), &step.to_string()]),
+        };
+        let left = self.time_left();
+        let (started_at, begun) = (now_us(), Instant::now());
+        let asked = tokio::time::timeout(left, options.policy.client.turn(request));
+        let answer = tokio::select! {
+            biased;
+            () = self.shared.stop.stopped() => return Err(Halt::Suspend),
+            answer = asked => answer,
+        };
+        let took = begun.elapsed();
+        let reply = match answer {
+            Ok(Ok(reply)) => reply,
+            Ok(Err(error)) => return Err(self.shared.endpoint_fault(error)),
+            // A single turn that eats most of an episode's time is the endpoint's doing.
+            Err(_) if left * 2 > options.episode_timeout => {
+                return Err(Halt::End(
+                    EndReason::EndpointFault,
+                    Some(format!("no reply within {} s", left.as_secs())),
+                ));
+            }
+            Err(_) => return Err(Halt::End(EndReason::EpisodeTimeout, None)),
+        };
+        self.shared.endpoint_works(reply.generated_tokens);
+        self.clock += took;
+        let turn = LoggedTurn {
+            started_at,
+            generation_us: micros(took),
+            reply,
+        };
+        self.hold(Point::TurnDone).await;
+        self.shared.log_turn(&self.plan.episode_id, step, &turn)?;
+        self.hold(Point::TurnLogged).await;
+        Ok(turn)
+    }
+
+    /// Takes a turn into the conversation and the rows.
+    fn take_in(&mut self, step: u32, turn: &LoggedTurn, reading: &Reading) {
+        let reply = &turn.reply;
+        self.rows.step(StepFacts {
+            step,
+            history_hash: prompt::history_hash(&self.messages),
+            parse_status: reading.status,
+            parse_error: reading.error.clone(),
+            reasoning: reading.reasoning.clone(),
+            n_calls: reading.calls.len(),
+            temperature: self.shared.options.sampling.temperature,
+            generation_us: turn.generation_us,
+            started_at: turn.started_at,
+            reply,
+        });
+        let message = if reply.rebuilt {
+            Message {
+                content: reply.content.clone(),
+                tool_calls: reply.calls.clone(),
+                ..Message::text(Role::Assistant, "")
+            }
+        } else {
+            Message::text(Role::Assistant, reply.text.clone())
+        };
+        self.say(message, Some(step));
+        let added = self.sequence.advance(
+            &reply.prompt_token_ids,
+            &reply.token_ids,
+            self.messages.len(),
+        );
+        if let Some(added) = added {
+            let spans = spans::loss_spans(self.shared.options.tokenizer.as_deref(), reply);
+            self.rows.token(step, added, reply, spans);
+        }
+        let clean = match reading.status {
+            ParseStatus::Ok | ParseStatus::None => 1.0,
+            ParseStatus::Repaired => 0.0,
+            ParseStatus::Error => -1.0,
+        };
+        self.rows.reward(Some(step), "format", clean);
+    }
+
+    // ---- tool calls
+
+    async fn call(&mut self, step: u32, index: usize, call: &ToolCall) -> Result<(), Halt> {
+        let tool = call.function.name.as_str();
+        let arguments = read_arguments(&call.function.arguments);
+        let hashed = match &arguments {
+            Ok(arguments) => prompt::call_hash(tool, arguments),
+            Err(_) => prompt::call_hash(tool, &Value::String(call.function.arguments.clone())),
+        };
+        let mut row = self.blank_row(step, index, call, hashed);
+        let action = if self.submitted {
+            Err("the task had been submitted before this call; it was not run".to_owned())
+        } else if index >= CALLS_PER_TURN {
+            Err(format!(
+                "more than {CALLS_PER_TURN} calls in one turn; this one was not run"
+            ))
+        } else {
+            arguments.and_then(|arguments| {
+                self.plan.toolset.check(tool, &arguments)?;
+                let action = self.plan.toolset.to_call(tool, &arguments)?;
+                Ok((arguments, action))
+            })
+        };
+        match action {
+            Err(reason) => {
+                let text = format!("error: {reason}");
+                row.schema_ok = false;
+                row.schema_error = Some(reason);
+                row.outcome = CallOutcome::Rejected.to_string();
+                row.stderr.clone_from(&text);
+                row.stderr_bytes = text.len() as i64;
+                self.note_call(step, row, None);
+                self.answer_call(step, call, text);
+            }
+            Ok((_, ToolAction::Submit { answer })) => {
+                row.outcome = CallOutcome::Ok.to_string();
+                self.submitted = true;
+                self.answer = answer;
+                self.note_call(step, row, None);
+            }
+            Ok((arguments, ToolAction::Sandbox(action))) => {
+                self.sandbox_call(step, index, call, &arguments, action, row)
+                    .await?;
+            }
+        }
+        Ok(())
+    }
+
+    async fn sandbox_call(
+        &mut self,
+        step: u32,
+        index: usize,
+        call: &ToolCall,
+        arguments: &Value,
+        action: Call,
+        mut row: ToolCallRow,
+    ) -> Result<(), Halt> {
+        let logged = match self.past.take_call(step, index)? {
+            PastCall::Result(logged) => {
+                self.clock += Duration::from_micros(logged.row.wall_us.max(0) as u64);
+                self.warned |= self.clock >= self.shared.options.episode_timeout.mul_f64(WARN_AT);
+                self.state_lost += u32::from(logged.row.state_lost);
+                *logged
+            }
+            PastCall::IntentOnly => {
+                self.unknown_outcomes += 1;
+                row.outcome = CallOutcome::OutcomeUnknown.to_string();
+                self.note_call(step, row, Some(arguments));
+                self.answer_call(step, call, prompt::OUTCOME_UNKNOWN_TEXT.to_owned());
+                return Ok(());
+            }
+            PastCall::Silent => self.run_call(step, index, call, action, row).await?,
+        };
+        let changed_output = self.apply(&logged);
+        self.artifacts.extend(logged.artifacts);
+        self.note_call(step, logged.row, Some(arguments));
+        if changed_output {
+            self.check_milestones(step);
+        }
+        self.answer_call(step, call, logged.observation);
+        Ok(())
+    }
+
+    /// Runs a call: intent, call, result, each in the journal before what follows it.
+    async fn run_call(
+        &mut self,
+        step: u32,
+        index: usize,
+        call: &ToolCall,
+        action: Call,
+        mut row: ToolCallRow,
+    ) -> Result<LoggedCall, Halt> {
+        self.check_open()?;
+        self.lease().await?;
+        let shared = self.shared;
+        let id = &self.plan.episode_id;
+        shared.log_intent(id, step, index)?;
+        self.hold(Point::IntentLogged).await;
+        let action = within(action, shared.options.call_timeout, self.time_left());
+        row.started_at = Timestamp(now_us());
+        let Some(sandbox) = &mut self.sandbox else {
+            return Err(Halt::End(
+                EndReason::SandboxFault,
+                Some("no sandbox".to_owned()),
+            ));
+        };
+        let result = match sandbox.call(action).await {
+            Ok(result) => result,
+            Err(error) => {
+                row.outcome = CallOutcome::SandboxFault.to_string();
+                self.rows.tool_calls.push(row);
+                return Err(shared.sandbox_fault(&error));
+            }
+        };
+        shared.sandbox_works();
+        self.clock += result.wall;
+        let tool = call.function.name.as_str();
+        let seen = observation(tool, &result, shared.options.observation_bytes);
+        let mut text = seen.text;
+        if !self.warned && self.clock >= shared.options.episode_timeout.mul_f64(WARN_AT) {
+            self.warned = true;
+            text.push_str(&format!(
+                "\n[warning: {} s of this episode's {} s are used; finish soon]",
+                self.clock.as_secs(),
+                shared.options.episode_timeout.as_secs()
+            ));
+        }
+        let sandbox_ended = self.sandbox.as_ref().is_none_or(Sandbox::is_lost);
+        if sandbox_ended {
+            self.sandbox = None;
+            text.push_str(
+                "\n[the sandbox ended with this call; the files are as they were before it]",
+            );
+        }
+        fill_row(&mut row, &result, seen.truncated);
+        let artifacts = self.keep_outputs(step, index, &result)?;
+        self.hold(Point::CallDone).await;
+        let logged = LoggedCall {
+            row,
+            observation: text,
+            artifacts,
+            files: result.files_changed,
+            sandbox_ended,
+        };
+        shared.log_result(id, step, index, &logged)?;
+        self.hold(Point::ResultLogged).await;
+        Ok(logged)
+    }
+
+    /// A sandbox laid out with the files as they are now, if there is none yet.
+    async fn lease(&mut self) -> Result<(), Halt> {
+        if self.sandbox.is_some() {
+            return Ok(());
+        }
+        if let Some(what) = self.files.lost() {
+            return Err(lost(&what));
+        }
+        let setup = Setup {
+            files: self.files.setup().to_vec(),
+        };
+        let leased = async {
+            let mut sandbox = self.shared.pool.lease(&setup).await?;
+            let changes = self.files.changes();
+            if !changes.is_empty() {
+                sandbox.apply(&changes).await?;
+            }
+            Ok(sandbox)
+        };
+        match leased.await {
+            Ok(sandbox) => {
+                self.sandbox = Some(sandbox);
+                Ok(())
+            }
+            Err(error) => Err(self.shared.sandbox_fault(&error)),
+        }
+    }
+
+    /// Whole outputs that do not fit a row.
+    fn keep_outputs(
+        &self,
+        step: u32,
+        index: usize,
+        result: &CallResult,
+    ) -> Result<Vec<Artifact>, AgentError> {
+        let Some(dir) = &self.shared.options.artifacts_dir else {
+            return Ok(Vec::new());
+        };
+        let mut kept = Vec::new();
+        for (name, bytes) in [("stdout", &result.stdout), ("stderr", &result.stderr)] {
+            if bytes.len() > ROW_OUTPUT_BYTES {
+                let name = format!("step {step} call {index} {name}");
+                kept.push(artifacts::keep(dir, &name, bytes)?);
+            }
+        }
+        Ok(kept)
+    }
+
+    /// Takes over what a call changed. True if one of the outputs did.
+    fn apply(&mut self, logged: &LoggedCall) -> bool {
+        if logged.sandbox_ended {
+            return false;
+        }
+        self.files.change(&logged.files, logged.row.state_lost);
+        self.file_changes += u32::from(!logged.files.is_empty());
+        logged
+            .files
+            .iter()
+            .any(|file| self.outputs.contains(&file.path))
+    }
+
+    /// A call's row, and the reward components that it brings.
+    fn note_call(&mut self, step: u32, row: ToolCallRow, arguments: Option<&Value>) {
+        // Doing the same again is a repetition only while no file has changed since.
+        let before = self
+            .file_changes
+            .saturating_sub(u32::from(!row.files_changed.is_empty()));
+        let repeated = self
+            .seen_calls
+            .insert(row.call_hash.clone(), self.file_changes)
+            .is_some_and(|changes| changes == before);
+        if repeated {
+            self.rows.reward(Some(step), "repeat", 1.0);
+        }
+        let limits = [
+            CallOutcome::Timeout,
+            CallOutcome::Memory,
+            CallOutcome::Processes,
+            CallOutcome::Disk,
+            CallOutcome::OutputLimit,
+        ];
+        if !row.schema_ok || limits.iter().any(|limit| limit.as_str() == row.outcome) {
+            self.rows.reward(Some(step), "violation", 1.0);
+        }
+        if let Some(arguments) = arguments
+            && row.outcome == CallOutcome::Ok.as_str()
+            && let Some(name) = call_milestone(&self.plan.task, &row.tool, arguments)
+        {
+            self.reach(step, &name);
+        }
+        self.rows.tool_calls.push(row);
+    }
+
+    fn answer_call(&mut self, step: u32, call: &ToolCall, text: String) {
+        let message = Message::tool(call.id.clone(), call.function.name.clone(), text);
+        self.say(message, Some(step));
+    }
+
+    fn blank_row(
+        &self,
+        step: u32,
+        index: usize,
+        call: &ToolCall,
+        call_hash: String,
+    ) -> ToolCallRow {
+        ToolCallRow {
+            run_date: self.rows.run_date.clone(),
+            purpose: self.rows.purpose.to_string(),
+            run_id: self.rows.run_id.clone(),
+            episode_id: self.rows.episode_id.clone(),
+            step_index: step as i32,
+            call_index: index as i32,
+            call_id: call.id.clone(),
+            tool: call.function.name.clone(),
+            arguments: call.function.arguments.clone(),
+            call_hash,
+            schema_ok: true,
+            schema_error: None,
+            outcome: String::new(),
+            exit_code: None,
+            signal: None,
+            stdout: String::new(),
+            stderr: String::new(),
+            stdout_bytes: 0,
+            stderr_bytes: 0,
+            truncated: false,
+            wall_us: 0,
+            cpu_us: None,
+            peak_memory_bytes: None,
+            read_bytes: None,
+            written_bytes: None,
+            files_changed: Vec::new(),
+            fault_injected: None,
+            state_lost: false,
+            started_at: Timestamp(now_us()),
+            extras: None,
+        }
+    }
+
+    // ---- judgement
+
+    fn reach(&mut self, step: u32, name: &str) {
+        if self.milestones.insert(name.to_owned()) {
+            let all = self.plan.task.milestones.len().max(1);
+            self.rows.milestone(step, name, 1.0 / all as f64);
+        }
+    }
+
+    /// Milestones that the files show right now, so that they count for the step that reached them.
+    fn check_milestones(&mut self, step: u32) {
+        let task = &self.plan.task;
+        if task
+            .milestones
+            .iter()
+            .all(|m| self.milestones.contains(&m.name))
+        {
+            return;
+        }
+        let verification = self.plan.set.verify(task, &self.known_outputs(), None);
+        for name in verification.milestones {
+            self.reach(step, &name);
+        }
+    }
+
+    /// The outputs as far as set-up and logged changes tell them.
+    fn known_outputs(&self) -> BTreeMap<String, Vec<u8>> {
+        self.outputs
+            .iter()
+            .filter_map(|path| Some((path.clone(), self.files.content(path)?.to_vec())))
+            .collect()
+    }
+
+    /// The outputs as they lie in the sandbox; without one nothing has changed since the log.
+    async fn read_outputs(&mut self) -> Result<BTreeMap<String, Vec<u8>>, Halt> {
+        let Some(sandbox) = &mut self.sandbox else {
+            return match self.files.lost() {
+                Some(what) => Err(lost(&what)),
+                None => Ok(self.known_outputs()),
+            };
+        };
+        let mut files = BTreeMap::new();
+        for path in &self.outputs {
+            let read = Call::ReadFile {
+                path: path.clone(),
+                max_bytes: OUTPUT_FILE_BYTES,
+            };
+            match sandbox.call(read).await {
+                Ok(result) if outcome_of(&result) == CallOutcome::Ok => {
+                    files.insert(path.clone(), result.stdout);
+                }
+                Ok(_) => {}
+                Err(error) => return Err(self.shared.sandbox_fault(&error)),
+            }
+        }
+        Ok(files)
+    }
+
+    /// Checks what the episode left behind, unless infrastructure ended it. The end may become an infrastructure one.
+    async fn verify(
+        &mut self,
+        reason: EndReason,
+        cause: Option<String>,
+    ) -> Result<(EndReason, Option<String>), AgentError> {
+        if reason.is_infrastructure() {
+            return Ok((reason, cause));
+        }
+        let files = match self.read_outputs().await {
+            Ok(files) => files,
+            Err(Halt::End(reason, cause)) => return Ok((reason, cause)),
+            Err(Halt::Fail(error)) => return Err(error),
+            Err(Halt::Suspend) => {
+                return Ok((
+                    EndReason::SandboxFault,
+                    Some("the sandbox failed".to_owned()),
+                ));
+            }
+        };
+        let (set, task, answer) = (
+            self.plan.set.clone(),
+            self.plan.task.clone(),
+            self.answer.clone(),
+        );
+        let verifying =
+            tokio::task::spawn_blocking(move || set.verify(&task, &files, answer.as_deref()));
+        let verification = match tokio::time::timeout(VERIFY_TIMEOUT, verifying).await {
+            Ok(Ok(verification)) => verification,
+            Ok(Err(panic)) => {
+                return Ok((
+                    EndReason::VerifierFault,
+                    Some(format!("the verifier panicked: {panic}")),
+                ));
+            }
+            Err(_) => {
+                let cause = format!("the verifier took more than {} s", VERIFY_TIMEOUT.as_secs());
+                return Ok((EndReason::VerifierFault, Some(cause)));
+            }
+        };
+        if let Some(fault) = verification.fault {
+            return Ok((EndReason::VerifierFault, Some(fault)));
+        }
+        let last = self
+            .rows
+            .steps
+            .last()
+            .map_or(0, |row| row.step_index.max(0) as u32);
+        for name in &verification.milestones {
+            self.reach(last, name);
+        }
+        self.rows.verdict(
+            verification.success,
+            verification.score,
+            verification.detail,
+            now_us(),
+        );
+        self.score(verification.success, verification.score);
+        Ok((reason, cause))
+    }
+
+    /// Reward components of the whole episode.
+    fn score(&mut self, success: bool, score: f64) {
+        self.rows
+            .reward(None, "outcome", f64::from(u8::from(success)));
+        self.rows.reward(None, "partial", score);
+        let used = self.rows.steps.len() as f64 / f64::from(self.shared.options.max_steps.max(1));
+        self.rows.reward(None, "efficiency", 1.0 - used);
+    }
+
+    fn bundle(mut self, reason: EndReason, cause: Option<String>) -> EpisodeBundle {
+        let infrastructure = reason.is_infrastructure();
+        if infrastructure {
+            self.rows.rewards.clear();
+            self.rows.verdicts.clear();
+        }
+        let task = self.task_row();
+        let episode = self.episode_row(reason, cause, infrastructure);
+        EpisodeBundle {
+            task,
+            episode,
+            messages: self.rows.messages,
+            steps: self.rows.steps,
+            tool_calls: self.rows.tool_calls,
+            tokens: self.rows.tokens,
+            verdicts: self.rows.verdicts,
+            rewards: self.rows.rewards,
+        }
+    }
+
+    fn task_row(&self) -> TaskRow {
+        let task = &self.plan.task;
+        TaskRow {
+            run_date: self.rows.run_date.clone(),
+            purpose: self.rows.purpose.to_string(),
+            run_id: self.rows.run_id.clone(),
+            task_id: task.task_id.clone(),
+            task_set: task.task_set.clone(),
+            task_set_version: task.task_set_version.clone(),
+            family: task.family.clone(),
+            difficulty: Some(i32::from(task.difficulty)),
+            split: Some(task.split.to_string()),
+            unseen_family: task.unseen_family,
+            instruction: task.instruction.clone(),
+            verifier: Some(task.verifier.to_string()),
+            milestones: serde_json::to_string(&task.milestones).ok(),
+            evaluation_set: false,
+            source: task.source.clone(),
+            licence: task.licence.clone(),
+        }
+    }
+
+    fn episode_row(
+        &mut self,
+        reason: EndReason,
+        cause: Option<String>,
+        infrastructure: bool,
+    ) -> EpisodeRow {
+        let options = &self.shared.options;
+        let (steps, calls) = (&self.rows.steps, &self.rows.tool_calls);
+        let with_status = |status: ParseStatus| {
+            steps
+                .iter()
+                .filter(|row| row.parse_status == status.as_str())
+                .count() as i32
+        };
+        let ended_at = now_us();
+        let mut extras = serde_json::Map::new();
+        if self.resumed {
+            extras.insert("resumed".to_owned(), true.into());
+        }
+        if self.unknown_outcomes > 0 {
+            extras.insert("outcome_unknown".to_owned(), self.unknown_outcomes.into());
+        }
+        let sampling = json!({
+            "temperature": options.sampling.temperature,
+            "top_p": options.sampling.top_p,
+            "max_tokens": options.sampling.max_tokens,
+            "seed": self.plan.seed,
+            "logprobs_of": options.policy.client.logprobs_of(options.sampling),
+        });
+        EpisodeRow {
+            run_date: self.rows.run_date.clone(),
+            purpose: self.rows.purpose.to_string(),
+            run_id: self.rows.run_id.clone(),
+            episode_id: self.rows.episode_id.clone(),
+            group_id: self.plan.group_id.clone(),
+            task_id: self.plan.task.task_id.clone(),
+            task_set: self.plan.task.task_set.clone(),
+            family: self.plan.task.family.clone(),
+            split: Some(self.plan.task.split.to_string()),
+            status: if infrastructure {
+                "infrastructure"
+            } else {
+                "finished"
+            }
+            .to_owned(),
+            end_reason: reason.to_string(),
+            infrastructure_cause: if infrastructure {
+                Some(cause.unwrap_or_else(|| reason.to_string()))
+            } else {
+                None
+            },
+            policy: options.policy.name.clone(),
+            policy_revision: options.policy.revision.clone(),
+            sample_index: self.plan.sample_index as i32,
+            attempt: self.plan.attempt as i32,
+            temperature: options.sampling.temperature,
+            n_steps: steps.len() as i32,
+            n_tool_calls: calls.len() as i32,
+            n_parse_errors: with_status(ParseStatus::Error),
+            n_repaired: with_status(ParseStatus::Repaired),
+            prompt_tokens: steps
+                .iter()
+                .filter_map(|row| row.prompt_tokens)
+                .map(i64::from)
+                .sum(),
+            generated_tokens: steps
+                .iter()
+                .filter_map(|row| row.generated_tokens)
+                .map(i64::from)
+                .sum(),
+            wall_us: ended_at - self.started_at,
+            model_us: steps.iter().map(|row| row.generation_us).sum(),
+            tool_us: calls.iter().map(|row| row.wall_us).sum(),
+            cpu_us: calls
+                .iter()
+                .filter_map(|row| row.cpu_us)
+                .reduce(|a, b| a + b),
+            peak_memory_bytes: calls.iter().filter_map(|row| row.peak_memory_bytes).max(),
+            started_at: Timestamp(self.started_at),
+            ended_at: Timestamp(ended_at),
+            parent_episode_id: None,
+            claimed_success: self
+                .submitted
+                .then(|| claims_success(self.answer.as_deref())),
+            claim: self.answer.take(),
+            prompt_hash: derive_id(&["prompt", &self.system_text], 32),
+            sampling: sampling.to_string(),
+            toolset_version: self.plan.toolset.version.to_owned(),
+            toolset_hash: self.plan.toolset.hash.clone(),
+            parser_version: drillyard_render::PARSER_VERSION.to_owned(),
+            sandbox_image: self.shared.sandbox_image.clone(),
+            drillyard_version: DRILLYARD_VERSION.to_owned(),
+            limits: self.shared.limits.clone(),
+            artifacts: std::mem::take(&mut self.artifacts),
+            n_injected_faults: calls
+                .iter()
+                .filter(|row| row.fault_injected.is_some())
+                .count() as i32,
+            n_state_lost: self.state_lost as i32,
+            imported_from: None,
+            evaluation_set: false,
+            extras: (!extras.is_empty()).then(|| Value::Object(extras).to_string()),
+        }
+    }
+}
+
+/// The end of an episode whose files the journal could not hold.
+fn lost(what: &str) -> Halt {
+    Halt::End(
+        EndReason::Interrupted,
+        Some(format!(
+            "{what} could not be kept in the journal, so the files can't be restored"
+        )),
+    )
+}
+
+/// A seed from parts.
+pub(crate) fn seed_of(parts: &[&str]) -> u64 {
+    u64::from_str_radix(&derive_id(parts, 16), 16).unwrap_or_default()
+}
+
+/// What the model said, as calls or as the reason why there are none.
+fn read_turn(reply: &TurnReply, step: u32, max_tokens: u32) -> Reading {
+    if reply.rebuilt {
+        return Reading {
+            calls: reply.calls.clone(),
+            status: ParseStatus::Ok,
+            error: None,
+            reasoning: reply.reasoning.clone(),
+        };
+    }
+    let parsed = parse_turn(&reply.text);
+    let reasoning = reply.reasoning.clone().or(parsed.reasoning);
+    // What a cut reply would have become is not ours to guess: only a call that was complete before the cut counts.
+    if reply.is_cut() && parsed.status != ParseStatus::Ok {
+        return Reading {
+            calls: Vec::new(),
+            status: ParseStatus::Error,
+            error: Some(format!("the reply was cut at max_tokens ({max_tokens})")),
+            reasoning,
+        };
+    }
+    let mut calls = parsed.calls;
+    for (index, call) in calls.iter_mut().enumerate() {
+        call.id = format!("call_{step}_{index}");
+    }
+    if parsed.status == ParseStatus::Error {
+        calls.clear();
+    }
+    Reading {
+        calls,
+        status: parsed.status,
+        error: parsed.error,
+        reasoning,
+    }
+}
+
+fn read_arguments(text: &str) -> Result<Value, String> {
+    let text = text.trim();
+    if text.is_empty() {
+        return Ok(json!({}));
+    }
+    match serde_json::from_str(text) {
+        Ok(Value::Object(map)) => Ok(Value::Object(map)),
+        Ok(_) => Err("the arguments are not a JSON object".to_owned()),
+        Err(error) => Err(format!("the arguments are not valid JSON: {error}")),
+    }
+}
+
+/// The call with its own clock set so that it can't outlast the episode.
+fn within(call: Call, usual: Duration, left: Duration) -> Call {
+    let shorten = |timeout: Option<Duration>| Some(timeout.unwrap_or(usual).min(left));
+    match call {
+        Call::Shell { command, timeout } => Call::Shell {
+            command,
+            timeout: shorten(timeout),
+        },
+        Call::Exec {
+            argv,
+            stdin,
+            timeout,
+        } => Call::Exec {
+            argv,
+            stdin,
+            timeout: shorten(timeout),
+        },
+        other => other,
+    }
+}
+
+/// The beginning of an output as text; the rest is an artifact or gone, and its size is in the row.
+fn row_text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(&bytes[..bytes.len().min(ROW_OUTPUT_BYTES)]).into_owned()
+}
+
+/// Whether the words of a submission claim success. Submitting is a claim unless the words say otherwise.
+fn claims_success(answer: Option<&str>) -> bool {
+    let answer = answer.unwrap_or_default().to_lowercase();
+    ![
+        "could not",
+        "cannot",
+        "can't",
+        "unable to",
+        "i failed",
+        "failed to",
+        "gave up",
+    ]
+    .iter()
+    .any(|words| answer.contains(words))
+}
+
+/// The sandbox's outcome as the lake's label.
+fn outcome_of(result: &CallResult) -> CallOutcome {
+    result
+        .outcome
+        .as_str()
+        .parse()
+        .unwrap_or(CallOutcome::Error)
+}
+
+fn fill_row(row: &mut ToolCallRow, result: &CallResult, truncated: bool) {
+    row.outcome = outcome_of(result).to_string();
+    row.exit_code = result.exit_code;
+    row.signal = result.signal;
+    row.stdout = row_text(&result.stdout);
+    row.stderr = row_text(&result.stderr);
+    row.stdout_bytes = result.stdout_bytes as i64;
+    row.stderr_bytes = result.stderr_bytes as i64;
+    row.truncated = truncated;
+    row.wall_us = micros(result.wall);
+    row.cpu_us = result.cpu.map(micros);
+    row.peak_memory_bytes = result.peak_memory.map(|bytes| bytes as i64);
+    row.read_bytes = result.read_bytes.map(|bytes| bytes as i64);
+    row.written_bytes = result.written_bytes.map(|bytes| bytes as i64);
+    row.state_lost = result.state_lost;
+    row.files_changed = result
+        .files_changed
+        .iter()
+        .map(|file| FileChange {
+            path: file.path.clone(),
+            change: match file.change {
+                Change::Created => "created",
+                Change::Modified => "modified",
+                Change::Deleted => "deleted",
+            }
+            .to_owned(),
+            before_hash: file.before_hash.clone(),
+            after_hash: file.after_hash.clone(),
+            size_bytes: file.size as i64,
+        })
+        .collect();
+}
