@@ -16,7 +16,9 @@ pub enum LakeError {
         source: std::io::Error,
     },
     /// The disk is full.
-    #[error("{path}: the disk is full; free some space and run the same command again, what was committed stays")]
+    #[error(
+        "{path}: the disk is full; free some space and run the same command again, what was committed stays"
+    )]
     DiskFull {
         /// Where.
         path: Utf8PathBuf,
@@ -32,7 +34,9 @@ pub enum LakeError {
         message: String,
     },
     /// A Parquet file can't be read.
-    #[error("{path}: not a readable Parquet file ({message}); restore it from a backup, or remove its run and roll out again")]
+    #[error(
+        "{path}: not a readable Parquet file ({message}); restore it from a backup, or remove its run and roll out again"
+    )]
     Corrupt {
         /// The file.
         path: Utf8PathBuf,
@@ -40,7 +44,9 @@ pub enum LakeError {
         message: String,
     },
     /// The table was written by a newer Drillyard.
-    #[error("table {table} has version {found}, this Drillyard reads up to {known}; use a newer Drillyard")]
+    #[error(
+        "table {table} has version {found}, this Drillyard reads up to {known}; use a newer Drillyard"
+    )]
     TooNew {
         /// The table.
         table: &'static str,
@@ -53,7 +59,9 @@ pub enum LakeError {
     #[error(transparent)]
     Rows(#[from] TableError),
     /// Another process writes the same shard.
-    #[error("{path} is in use by process {holder}; two processes must not write the same shard at once")]
+    #[error(
+        "{path} is in use by process {holder}; two processes must not write the same shard at once"
+    )]
     Locked {
         /// The lock file.
         path: Utf8PathBuf,
@@ -78,7 +86,9 @@ impl LakeError {
     pub(crate) fn io(path: impl Into<Utf8PathBuf>, source: std::io::Error) -> Self {
         let path = path.into();
         match source.kind() {
-            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => Self::DiskFull { path },
+            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
+                Self::DiskFull { path }
+            }
             _ => Self::Io { path, source },
         }
     }
@@ -87,7 +97,10 @@ impl LakeError {
     pub fn is_output(&self) -> bool {
         match self {
             Self::DiskFull { .. } | Self::Locked { .. } => true,
-            Self::Io { source, .. } => matches!(source.kind(), std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem),
+            Self::Io { source, .. } => matches!(
+                source.kind(),
+                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem
+            ),
             _ => false,
         }
     }

@@ -7,9 +7,15 @@ pub const CRASH_VARIABLE: &str = "DRILLYARD_CRASH_AT";
 pub fn crash_point(point: &str) {
     use std::sync::atomic::{AtomicU64, Ordering};
     static PASSED: AtomicU64 = AtomicU64::new(0);
-    let Some(wanted) = std::env::var_os(CRASH_VARIABLE) else { return };
+    let Some(wanted) = std::env::var_os(CRASH_VARIABLE) else {
+        return;
+    };
     let wanted = wanted.to_string_lossy();
-    let (name, nth) = wanted.split_once(':').map_or((wanted.as_ref(), 1), |(name, n)| (name, n.parse().unwrap_or(1)));
+    let (name, nth) = wanted
+        .split_once(':')
+        .map_or((wanted.as_ref(), 1), |(name, n)| {
+            (name, n.parse().unwrap_or(1))
+        });
     if name == point && PASSED.fetch_add(1, Ordering::Relaxed) + 1 == nth {
         std::process::abort();
     }

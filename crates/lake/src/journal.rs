@@ -7,6 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_schema::EpisodeId;
@@ -22,6 +23,9 @@ use crate::faults::crash_point;
 const MAX_RECORD: u32 = 1 << 30;
 /// Bytes before a payload.
 const HEADER: usize = 8;
+/// How long a lock that another process holds is waited for.
+const LOCK_PATIENCE: Duration = Duration::from_millis(1500);
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
 
 /// Content of a file after a call, so that a resumed episode finds it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -126,15 +130,31 @@ struct Lock(#[expect(dead_code, reason = "the lock is the open file")] std::fs::
 
 impl Lock {
     fn take(path: &Utf8Path) -> Result<Self, LakeError> {
-        let mut file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(path).map_err(|e| LakeError::io(path, e))?;
-        match file.file().try_lock() {
-            Ok(()) => {}
-            Err(std::fs::TryLockError::WouldBlock) => {
-                let mut holder = String::new();
-                let _ = file.read_to_string(&mut holder);
-                return Err(LakeError::Locked { path: path.to_owned(), holder: holder.trim().to_owned() });
+        let mut file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(path)
+            .map_err(|e| LakeError::io(path, e))?;
+        // A child of an ended holder has the file open until it calls exec, so one refusal is not the last word.
+        let patience = Instant::now() + LOCK_PATIENCE;
+        loop {
+            match file.file().try_lock() {
+                Ok(()) => break,
+                Err(std::fs::TryLockError::WouldBlock) if Instant::now() < patience => {
+                    std::thread::sleep(LOCK_PAUSE)
+                }
+                Err(std::fs::TryLockError::WouldBlock) => {
+                    let mut holder = String::new();
+                    let _ = file.read_to_string(&mut holder);
+                    return Err(LakeError::Locked {
+                        path: path.to_owned(),
+                        holder: holder.trim().to_owned(),
+                    });
+                }
+                Err(std::fs::TryLockError::Error(e)) => return Err(LakeError::io(path, e)),
             }
-            Err(std::fs::TryLockError::Error(e)) => return Err(LakeError::io(path, e)),
         }
         let mut held = || -> std::io::Result<()> {
             file.set_len(0)?;
@@ -155,17 +175,35 @@ impl Journal {
         let lock = Lock::take(&dir.join(format!("{shard}.lock")))?;
         let path = dir.join(format!("{shard}.journal"));
         let io = |e: std::io::Error| LakeError::io(&path, e);
-        let mut file = OpenOptions::new().create(true).truncate(false).read(true).write(true).open(&path).map_err(io)?;
+        let mut file = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(io)?;
         let mut bytes = Vec::new();
         file.read_to_end(&mut bytes).map_err(io)?;
-        let (events, whole) = parse(&bytes).map_err(|message| LakeError::Journal { path: path.clone(), message })?;
+        let (events, whole) = parse(&bytes).map_err(|message| LakeError::Journal {
+            path: path.clone(),
+            message,
+        })?;
         let mut recovered = replay(events);
         recovered.torn_bytes = (bytes.len() - whole) as u64;
         if recovered.torn_bytes > 0 {
             file.set_len(whole as u64).map_err(io)?;
         }
         file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
-        Ok((Self { inner: Arc::new(Inner { path, file: Mutex::new(file), _lock: lock }) }, recovered))
+        Ok((
+            Self {
+                inner: Arc::new(Inner {
+                    path,
+                    file: Mutex::new(file),
+                    _lock: lock,
+                }),
+            },
+            recovered,
+        ))
     }
 
     /// Appends an event; it survives a kill of the process once this returns, and with `sync` a crash of the machine.
@@ -173,12 +211,19 @@ impl Journal {
     /// # Errors
     /// A full or failing disk. The record is then cut off again, so that the next one starts whole.
     pub fn append(&self, event: &JournalEvent, sync: bool) -> Result<(), LakeError> {
-        let payload = serde_json::to_vec(event).map_err(|e| LakeError::Journal { path: self.inner.path.clone(), message: e.to_string() })?;
+        let payload = serde_json::to_vec(event).map_err(|e| LakeError::Journal {
+            path: self.inner.path.clone(),
+            message: e.to_string(),
+        })?;
         let mut record = Vec::with_capacity(payload.len() + HEADER);
         record.extend_from_slice(&(payload.len() as u32).to_le_bytes());
         record.extend_from_slice(&crc32fast::hash(&payload).to_le_bytes());
         record.extend_from_slice(&payload);
-        let mut file = self.inner.file.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = self
+            .inner
+            .file
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let io = |e: std::io::Error| LakeError::io(&self.inner.path, e);
         let start = file.stream_position().map_err(io)?;
         if std::env::var_os(crate::faults::CRASH_VARIABLE).is_some() {
@@ -188,7 +233,9 @@ impl Journal {
             crash_point("journal_write");
             file.seek(SeekFrom::Start(start)).map_err(io)?;
         }
-        let written = file.write_all(&record).and_then(|()| if sync { file.sync_data() } else { Ok(()) });
+        let written = file
+            .write_all(&record)
+            .and_then(|()| if sync { file.sync_data() } else { Ok(()) });
         if let Err(error) = written {
             let _ = file.set_len(start);
             let _ = file.seek(SeekFrom::Start(start));
@@ -202,8 +249,15 @@ impl Journal {
     /// # Errors
     /// A failing disk.
     pub fn clear(&self) -> Result<(), LakeError> {
-        let mut file = self.inner.file.lock().unwrap_or_else(PoisonError::into_inner);
-        let cut = file.set_len(0).and_then(|()| file.seek(SeekFrom::Start(0))).and_then(|_| file.sync_data());
+        let mut file = self
+            .inner
+            .file
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let cut = file
+            .set_len(0)
+            .and_then(|()| file.seek(SeekFrom::Start(0)))
+            .and_then(|_| file.sync_data());
         cut.map_err(|e| LakeError::io(&self.inner.path, e))
     }
 }
@@ -219,11 +273,15 @@ fn parse(bytes: &[u8]) -> Result<(Vec<JournalEvent>, usize), String> {
         if length > MAX_RECORD {
             break;
         }
-        let Some(payload) = bytes.get(at + HEADER..at + HEADER + length as usize) else { break };
+        let Some(payload) = bytes.get(at + HEADER..at + HEADER + length as usize) else {
+            break;
+        };
         if crc32fast::hash(payload) != sum {
             break;
         }
-        events.push(serde_json::from_slice(payload).map_err(|e| format!("record at byte {at}: {e}"))?);
+        events.push(
+            serde_json::from_slice(payload).map_err(|e| format!("record at byte {at}: {e}"))?,
+        );
         at += HEADER + length as usize;
     }
     Ok((events, at))
@@ -254,7 +312,9 @@ fn replay(events: Vec<JournalEvent>) -> Recovered {
                 // A fresh start forgets what an earlier attempt at the same episode logged.
                 recovered.unfinished.insert(episode_id.clone(), vec![event]);
             }
-            JournalEvent::Turn { ref episode_id, .. } | JournalEvent::CallIntent { ref episode_id, .. } | JournalEvent::CallResult { ref episode_id, .. } => {
+            JournalEvent::Turn { ref episode_id, .. }
+            | JournalEvent::CallIntent { ref episode_id, .. }
+            | JournalEvent::CallResult { ref episode_id, .. } => {
                 let id = episode_id.clone();
                 if !finished.contains_key(&id) {
                     recovered.unfinished.entry(id).or_default().push(event);
@@ -280,11 +340,18 @@ mod tests {
     }
 
     fn turn(episode: &str, step: i32) -> JournalEvent {
-        JournalEvent::Turn { episode_id: episode.into(), step_index: step, data: json!({ "text": "x".repeat(step as usize) }) }
+        JournalEvent::Turn {
+            episode_id: episode.into(),
+            step_index: step,
+            data: json!({ "text": "x".repeat(step as usize) }),
+        }
     }
 
     fn started(episode: &str) -> JournalEvent {
-        JournalEvent::EpisodeStarted { episode_id: episode.into(), data: json!({}) }
+        JournalEvent::EpisodeStarted {
+            episode_id: episode.into(),
+            data: json!({}),
+        }
     }
 
     #[test]
@@ -297,7 +364,10 @@ mod tests {
         }
         drop(journal);
         let (_journal, recovered) = Journal::open(&dir, "0").unwrap();
-        assert_eq!(recovered.unfinished[&"a".into()], vec![started("a"), turn("a", 0), turn("a", 1)]);
+        assert_eq!(
+            recovered.unfinished[&"a".into()],
+            vec![started("a"), turn("a", 0), turn("a", 1)]
+        );
         assert_eq!(recovered.unfinished[&"b".into()], vec![started("b")]);
     }
 
@@ -306,7 +376,10 @@ mod tests {
         let (_keep, dir) = dir();
         let (_journal, _) = Journal::open(&dir, "0").unwrap();
         let error = Journal::open(&dir, "0").unwrap_err();
-        assert!(error.to_string().contains(&std::process::id().to_string()), "{error}");
+        assert!(
+            error.to_string().contains(&std::process::id().to_string()),
+            "{error}"
+        );
         assert!(Journal::open(&dir, "1").is_ok(), "another shard is free");
     }
 
@@ -318,7 +391,10 @@ mod tests {
         record.extend(crc32fast::hash(payload).to_le_bytes());
         record.extend(payload);
         std::fs::write(dir.join("0.journal"), record).unwrap();
-        assert!(matches!(Journal::open(&dir, "0"), Err(LakeError::Journal { .. })));
+        assert!(matches!(
+            Journal::open(&dir, "0"),
+            Err(LakeError::Journal { .. })
+        ));
     }
 
     proptest! {

@@ -52,7 +52,9 @@ struct Inner {
 
 impl std::fmt::Debug for Lake {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Lake").field("root", &self.inner.root).finish_non_exhaustive()
+        f.debug_struct("Lake")
+            .field("root", &self.inner.root)
+            .finish_non_exhaustive()
     }
 }
 
@@ -62,10 +64,19 @@ impl Lake {
     /// # Errors
     /// A folder that can't be made or is not one.
     pub async fn open(root: &Utf8Path) -> Result<Self, LakeError> {
-        fs_err::tokio::create_dir_all(root).await.map_err(|e| LakeError::io(root, e))?;
-        let root = root.canonicalize_utf8().map_err(|e| LakeError::io(root, e))?;
-        let tables = Table::ALL.iter().map(|table| (*table, Mutex::new(None))).collect();
-        Ok(Self { inner: Arc::new(Inner { root, tables }) })
+        fs_err::tokio::create_dir_all(root)
+            .await
+            .map_err(|e| LakeError::io(root, e))?;
+        let root = root
+            .canonicalize_utf8()
+            .map_err(|e| LakeError::io(root, e))?;
+        let tables = Table::ALL
+            .iter()
+            .map(|table| (*table, Mutex::new(None)))
+            .collect();
+        Ok(Self {
+            inner: Arc::new(Inner { root, tables }),
+        })
     }
 
     /// The lake's folder, from the root.
@@ -77,7 +88,11 @@ impl Lake {
     ///
     /// # Errors
     /// Rows that don't fit, a full disk, a table that can't be written.
-    pub async fn append<R: Row>(&self, rows: &[R], txn: Option<Txn>) -> Result<Option<i64>, LakeError> {
+    pub async fn append<R: Row>(
+        &self,
+        rows: &[R],
+        txn: Option<Txn>,
+    ) -> Result<Option<i64>, LakeError> {
         if rows.is_empty() {
             return Ok(None);
         }
@@ -89,33 +104,53 @@ impl Lake {
             Some(delta) => delta,
             None => match self.load(table, None).await? {
                 Some(delta) => delta,
-                None => self.create(table).await?,
+                None => self.create_or_load(table).await?,
             },
         };
         delta.update_state().await.map_err(failed)?;
         if let Some(txn) = &txn {
-            let last = delta.snapshot().map_err(failed)?.snapshot().transaction_version(delta.log_store().as_ref(), &txn.app).await.map_err(failed)?;
+            let last = delta
+                .snapshot()
+                .map_err(failed)?
+                .snapshot()
+                .transaction_version(delta.log_store().as_ref(), &txn.app)
+                .await
+                .map_err(failed)?;
             if last.is_some_and(|last| last >= txn.version) {
                 *slot = Some(delta);
                 return Ok(None);
             }
         }
-        let mut writer = RecordBatchWriter::for_table(&delta).map_err(failed)?.with_writer_properties(writer_properties(table));
+        let mut writer = RecordBatchWriter::for_table(&delta)
+            .map_err(failed)?
+            .with_writer_properties(writer_properties(table));
         writer.write(batch).await.map_err(failed)?;
-        let actions = writer.flush().await.map_err(failed)?.into_iter().map(Action::Add).collect();
+        let actions = writer
+            .flush()
+            .await
+            .map_err(failed)?
+            .into_iter()
+            .map(Action::Add)
+            .collect();
         let mut properties = CommitProperties::default().with_max_retries(COMMIT_RETRIES);
         if let Some(txn) = txn {
-            properties = properties.with_application_transaction(Transaction::new(txn.app, txn.version));
+            properties =
+                properties.with_application_transaction(Transaction::new(txn.app, txn.version));
         }
         let partition_by = table.partition_columns();
         let operation = DeltaOperation::Write {
             mode: SaveMode::Append,
-            partition_by: (!partition_by.is_empty()).then(|| partition_by.iter().map(|c| (*c).to_owned()).collect()),
+            partition_by: (!partition_by.is_empty())
+                .then(|| partition_by.iter().map(|c| (*c).to_owned()).collect()),
             predicate: None,
         };
         let commit = CommitBuilder::from(properties)
             .with_actions(actions)
-            .build(Some(delta.snapshot().map_err(failed)?), delta.log_store(), operation)
+            .build(
+                Some(delta.snapshot().map_err(failed)?),
+                delta.log_store(),
+                operation,
+            )
             .await
             .map_err(failed)?;
         let version = commit.version();
@@ -129,9 +164,17 @@ impl Lake {
     /// # Errors
     /// A table that can't be read.
     pub async fn last_txn(&self, table: Table, app: &str) -> Result<Option<i64>, LakeError> {
-        let Some(delta) = self.load(table, None).await? else { return Ok(None) };
+        let Some(delta) = self.load(table, None).await? else {
+            return Ok(None);
+        };
         let failed = |e: DeltaTableError| self.failure(table, &e);
-        delta.snapshot().map_err(failed)?.snapshot().transaction_version(delta.log_store().as_ref(), app).await.map_err(failed)
+        delta
+            .snapshot()
+            .map_err(failed)?
+            .snapshot()
+            .transaction_version(delta.log_store().as_ref(), app)
+            .await
+            .map_err(failed)
     }
 
     /// The latest version of every table.
@@ -152,14 +195,27 @@ impl Lake {
     ///
     /// # Errors
     /// An unknown table, or a version that is gone.
-    pub async fn snapshot_at(&self, versions: &BTreeMap<String, i64>) -> Result<Snapshot, LakeError> {
+    pub async fn snapshot_at(
+        &self,
+        versions: &BTreeMap<String, i64>,
+    ) -> Result<Snapshot, LakeError> {
         let mut tables = Vec::new();
         for (name, version) in versions {
             let Some(table) = Table::ALL.iter().copied().find(|t| t.name() == name) else {
-                return Err(LakeError::Table { table: "?", path: self.root().to_owned(), message: format!("there is no table '{name}'") });
+                return Err(LakeError::Table {
+                    table: "?",
+                    path: self.root().to_owned(),
+                    message: format!("there is no table '{name}'"),
+                });
             };
             let Some(delta) = self.load(table, Some(*version)).await? else {
-                return Err(LakeError::Table { table: table.name(), path: self.root().to_owned(), message: format!("version {version} was asked for and the table does not exist") });
+                return Err(LakeError::Table {
+                    table: table.name(),
+                    path: self.root().to_owned(),
+                    message: format!(
+                        "version {version} was asked for and the table does not exist"
+                    ),
+                });
             };
             tables.push((table, delta));
         }
@@ -173,17 +229,29 @@ impl Lake {
 
     fn url(&self, table: Table) -> Result<url::Url, LakeError> {
         let dir = self.root().join(table.name());
-        url::Url::from_directory_path(&dir).map_err(|()| LakeError::Table { table: table.name(), path: dir, message: "the path has no file address".to_owned() })
+        url::Url::from_directory_path(&dir).map_err(|()| LakeError::Table {
+            table: table.name(),
+            path: dir,
+            message: "the path has no file address".to_owned(),
+        })
     }
 
-    async fn load(&self, table: Table, version: Option<i64>) -> Result<Option<DeltaTable>, LakeError> {
+    async fn load(
+        &self,
+        table: Table,
+        version: Option<i64>,
+    ) -> Result<Option<DeltaTable>, LakeError> {
         if !self.root().join(table.name()).join("_delta_log").is_dir() {
             return Ok(None);
         }
         let failed = |e: DeltaTableError| self.failure(table, &e);
         let mut builder = DeltaTableBuilder::from_url(self.url(table)?).map_err(failed)?;
         if let Some(version) = version {
-            builder = builder.with_version(version.try_into().map_err(|_| LakeError::Table { table: table.name(), path: self.root().to_owned(), message: format!("there is no version {version}") })?);
+            builder = builder.with_version(version.try_into().map_err(|_| LakeError::Table {
+                table: table.name(),
+                path: self.root().to_owned(),
+                message: format!("there is no version {version}"),
+            })?);
         }
         let delta = match builder.load().await {
             Ok(delta) => delta,
@@ -191,16 +259,46 @@ impl Lake {
             Err(DeltaTableError::NotATable(_)) if version.is_none() => return Ok(None),
             Err(error) => return Err(failed(error)),
         };
-        let found = delta.snapshot().map_err(failed)?.metadata().configuration().get(VERSION_PROPERTY).and_then(|v| v.parse().ok()).unwrap_or(1);
+        let found = delta
+            .snapshot()
+            .map_err(failed)?
+            .metadata()
+            .configuration()
+            .get(VERSION_PROPERTY)
+            .and_then(|v| v.parse().ok())
+            .unwrap_or(1);
         if found > table.version() {
-            return Err(LakeError::TooNew { table: table.name(), found, known: table.version() });
+            return Err(LakeError::TooNew {
+                table: table.name(),
+                found,
+                known: table.version(),
+            });
         }
         Ok(Some(delta))
     }
 
+    /// Makes a table; where another process makes it at the same moment, theirs is taken.
+    async fn create_or_load(&self, table: Table) -> Result<DeltaTable, LakeError> {
+        let error = match self.create(table).await {
+            Ok(delta) => return Ok(delta),
+            Err(error) => error,
+        };
+        for _ in 0..20 {
+            if let Ok(Some(delta)) = self.load(table, None).await {
+                return Ok(delta);
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+        }
+        Err(error)
+    }
+
     async fn create(&self, table: Table) -> Result<DeltaTable, LakeError> {
         let failed = |e: DeltaTableError| self.failure(table, &e);
-        let schema: StructType = table.schema().as_ref().try_into_kernel().map_err(|e| self.failure(table, &DeltaTableError::from(e)))?;
+        let schema: StructType = table
+            .schema()
+            .as_ref()
+            .try_into_kernel()
+            .map_err(|e| self.failure(table, &DeltaTableError::from(e)))?;
         let configuration = [
             (VERSION_PROPERTY, table.version().to_string()),
             ("delta.checkpointInterval", "10".to_owned()),
@@ -213,7 +311,11 @@ impl Lake {
             .with_partition_columns(table.partition_columns().iter().copied())
             .with_save_mode(SaveMode::Ignore)
             .with_raise_if_key_not_exists(false)
-            .with_configuration(configuration.into_iter().map(|(key, value)| (key.to_owned(), Some(value))))
+            .with_configuration(
+                configuration
+                    .into_iter()
+                    .map(|(key, value)| (key.to_owned(), Some(value))),
+            )
             .await
             .map_err(failed)
     }
@@ -231,28 +333,57 @@ impl Lake {
         if message.contains("No space left on device") {
             return LakeError::DiskFull { path };
         }
-        LakeError::Table { table: table.name(), path: self.root().to_owned(), message }
+        LakeError::Table {
+            table: table.name(),
+            path: self.root().to_owned(),
+            message,
+        }
     }
 }
 
 /// The batch in the table's sort order.
 fn sorted(table: Table, batch: &RecordBatch) -> Result<RecordBatch, LakeError> {
-    let wrong = |e: arrow_schema::ArrowError| LakeError::Rows(TableError { table: table.name(), message: e.to_string() });
-    let columns: Vec<SortColumn> =
-        table.sort_columns().iter().filter_map(|name| batch.column_by_name(name)).map(|values| SortColumn { values: values.clone(), options: None }).collect();
+    let wrong = |e: arrow_schema::ArrowError| {
+        LakeError::Rows(TableError {
+            table: table.name(),
+            message: e.to_string(),
+        })
+    };
+    let columns: Vec<SortColumn> = table
+        .sort_columns()
+        .iter()
+        .filter_map(|name| batch.column_by_name(name))
+        .map(|values| SortColumn {
+            values: values.clone(),
+            options: None,
+        })
+        .collect();
     let order = lexsort_to_indices(&columns, None).map_err(wrong)?;
     take_record_batch(batch, &order).map_err(wrong)
 }
 
 fn writer_properties(table: Table) -> WriterProperties {
     let schema = table.schema();
-    let stored: Vec<&str> = schema.fields().iter().map(|f| f.name().as_str()).filter(|name| !table.partition_columns().contains(name)).collect();
+    let stored: Vec<&str> = schema
+        .fields()
+        .iter()
+        .map(|f| f.name().as_str())
+        .filter(|name| !table.partition_columns().contains(name))
+        .collect();
     let sorting = table
         .sort_columns()
         .iter()
         .filter_map(|column| stored.iter().position(|name| name == column))
-        .map(|index| SortingColumn { column_idx: index as i32, descending: false, nulls_first: true })
+        .map(|index| SortingColumn {
+            column_idx: index as i32,
+            descending: false,
+            nulls_first: true,
+        })
         .collect();
     let level = ZstdLevel::try_new(3).unwrap_or_default();
-    WriterProperties::builder().set_compression(Compression::ZSTD(level)).set_sorting_columns(Some(sorting)).set_created_by(format!("drillyard {}", drillyard_schema::DRILLYARD_VERSION)).build()
+    WriterProperties::builder()
+        .set_compression(Compression::ZSTD(level))
+        .set_sorting_columns(Some(sorting))
+        .set_created_by(format!("drillyard {}", drillyard_schema::DRILLYARD_VERSION))
+        .build()
 }

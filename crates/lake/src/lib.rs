@@ -17,6 +17,9 @@ mod lake;
 mod snapshot;
 mod writer;
 
+#[cfg(test)]
+mod tests;
+
 pub use bundle::{EpisodeBundle, bundle_bytes};
 pub use error::LakeError;
 pub use faults::{CRASH_VARIABLE, crash_point};

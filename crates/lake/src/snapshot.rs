@@ -48,15 +48,30 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
-    pub(crate) async fn of(root: &Utf8Path, tables: Vec<(Table, DeltaTable)>) -> Result<Self, LakeError> {
+    pub(crate) async fn of(
+        root: &Utf8Path,
+        tables: Vec<(Table, DeltaTable)>,
+    ) -> Result<Self, LakeError> {
         let mut versions = BTreeMap::new();
         let mut files = BTreeMap::new();
         for (table, delta) in tables {
-            let failed = |e: deltalake::DeltaTableError| LakeError::Table { table: table.name(), path: root.to_owned(), message: e.to_string() };
+            let failed = |e: deltalake::DeltaTableError| LakeError::Table {
+                table: table.name(),
+                path: root.to_owned(),
+                message: e.to_string(),
+            };
             let state = delta.snapshot().map_err(failed)?;
-            versions.insert(table.name().to_owned(), i64::try_from(state.version()).unwrap_or(i64::MAX));
+            versions.insert(
+                table.name().to_owned(),
+                i64::try_from(state.version()).unwrap_or(i64::MAX),
+            );
             let dir = root.join(table.name());
-            let views: Vec<_> = state.snapshot().file_views(delta.log_store().as_ref(), None).try_collect().await.map_err(failed)?;
+            let views: Vec<_> = state
+                .snapshot()
+                .file_views(delta.log_store().as_ref(), None)
+                .try_collect()
+                .await
+                .map_err(failed)?;
             let mut list: Vec<DataFile> = views
                 .iter()
                 .map(|view| {
@@ -66,9 +81,17 @@ impl Snapshot {
                         partition: table
                             .partition_columns()
                             .iter()
-                            .map(|column| ((*column).to_owned(), values.remove(*column).flatten().unwrap_or_default()))
+                            .map(|column| {
+                                (
+                                    (*column).to_owned(),
+                                    values.remove(*column).flatten().unwrap_or_default(),
+                                )
+                            })
                             .collect(),
-                        rows: view.num_records().and_then(|n| i64::try_from(n).ok()).unwrap_or(-1),
+                        rows: view
+                            .num_records()
+                            .and_then(|n| i64::try_from(n).ok())
+                            .unwrap_or(-1),
                         bytes: view.size(),
                     }
                 })
@@ -76,7 +99,11 @@ impl Snapshot {
             list.sort_by(|a, b| a.path.cmp(&b.path));
             files.insert(table, list);
         }
-        Ok(Self { root: root.to_owned(), versions, files: Arc::new(files) })
+        Ok(Self {
+            root: root.to_owned(),
+            versions,
+            files: Arc::new(files),
+        })
     }
 
     /// The lake's folder.
@@ -100,15 +127,27 @@ impl Snapshot {
     /// # Errors
     /// A missing or corrupt file, named.
     pub async fn read<R: Row>(&self, filter: &Filter) -> Result<Vec<R>, LakeError> {
-        let files: Vec<DataFile> = self.files(R::TABLE).iter().filter(|file| filter.admits(file)).cloned().collect();
+        let files: Vec<DataFile> = self
+            .files(R::TABLE)
+            .iter()
+            .filter(|file| filter.admits(file))
+            .cloned()
+            .collect();
         let filter = filter.clone();
         let root = self.root.clone();
         let read = tokio::task::spawn_blocking(move || {
             let mut rows = Vec::new();
             for file in &files {
                 for batch in read_file(file)? {
-                    let batch = complete(R::TABLE, &batch, file).map_err(|e| LakeError::Corrupt { path: file.path.clone(), message: e })?;
-                    let batch = filter.apply(&batch).map_err(|e| LakeError::Corrupt { path: file.path.clone(), message: e })?;
+                    let batch =
+                        complete(R::TABLE, &batch, file).map_err(|e| LakeError::Corrupt {
+                            path: file.path.clone(),
+                            message: e,
+                        })?;
+                    let batch = filter.apply(&batch).map_err(|e| LakeError::Corrupt {
+                        path: file.path.clone(),
+                        message: e,
+                    })?;
                     if batch.num_rows() > 0 {
                         rows.extend(from_batch::<R>(&batch)?);
                     }
@@ -116,41 +155,71 @@ impl Snapshot {
             }
             Ok(rows)
         });
-        read.await.map_err(|e| LakeError::Table { table: R::TABLE.name(), path: root, message: e.to_string() })?
+        read.await.map_err(|e| LakeError::Table {
+            table: R::TABLE.name(),
+            path: root,
+            message: e.to_string(),
+        })?
     }
 }
 
 impl Filter {
     /// Everything of one run.
     pub fn run(run_id: &RunId) -> Self {
-        Self { run_id: Some(run_id.clone()), ..Self::default() }
+        Self {
+            run_id: Some(run_id.clone()),
+            ..Self::default()
+        }
     }
 
     fn admits(&self, file: &DataFile) -> bool {
-        let purpose = file.partition.iter().find(|(column, _)| column == "purpose");
-        self.purposes.is_empty() || purpose.is_none_or(|(_, value)| self.purposes.iter().any(|p| p.as_str() == value))
+        let purpose = file
+            .partition
+            .iter()
+            .find(|(column, _)| column == "purpose");
+        self.purposes.is_empty()
+            || purpose.is_none_or(|(_, value)| self.purposes.iter().any(|p| p.as_str() == value))
     }
 
     /// Keeps the rows whose run and stage execution match.
     fn apply(&self, batch: &RecordBatch) -> Result<RecordBatch, String> {
         let mut batch = batch.clone();
-        let wanted = [("run_id", self.run_id.as_ref().map(RunId::as_str)), ("stage_run", self.stage_run.as_ref().map(StageRunId::as_str))];
+        let wanted = [
+            ("run_id", self.run_id.as_ref().map(RunId::as_str)),
+            ("stage_run", self.stage_run.as_ref().map(StageRunId::as_str)),
+        ];
         for (column, value) in wanted {
-            let (Some(value), Some(values)) = (value, batch.column_by_name(column)) else { continue };
-            let values = values.as_any().downcast_ref::<StringArray>().ok_or_else(|| format!("column {column} is not text"))?;
-            let keep: arrow_array::BooleanArray = values.iter().map(|v| Some(v == Some(value))).collect();
-            batch = arrow_select::filter::filter_record_batch(&batch, &keep).map_err(|e| e.to_string())?;
+            let (Some(value), Some(values)) = (value, batch.column_by_name(column)) else {
+                continue;
+            };
+            let values = values
+                .as_any()
+                .downcast_ref::<StringArray>()
+                .ok_or_else(|| format!("column {column} is not text"))?;
+            let keep: arrow_array::BooleanArray =
+                values.iter().map(|v| Some(v == Some(value))).collect();
+            batch = arrow_select::filter::filter_record_batch(&batch, &keep)
+                .map_err(|e| e.to_string())?;
         }
         Ok(batch)
     }
 }
 
 fn read_file(file: &DataFile) -> Result<Vec<RecordBatch>, LakeError> {
-    let corrupt = |message: String| LakeError::Corrupt { path: file.path.clone(), message };
+    let corrupt = |message: String| LakeError::Corrupt {
+        path: file.path.clone(),
+        message,
+    };
     let opened = File::open(&file.path).map_err(|e| LakeError::io(&file.path, e))?;
-    let reader = ParquetRecordBatchReaderBuilder::try_new(opened.into_parts().0).map_err(|e| corrupt(e.to_string()))?;
-    let reader = reader.with_batch_size(8192).build().map_err(|e| corrupt(e.to_string()))?;
-    reader.collect::<Result<Vec<_>, _>>().map_err(|e| corrupt(e.to_string()))
+    let reader = ParquetRecordBatchReaderBuilder::try_new(opened.into_parts().0)
+        .map_err(|e| corrupt(e.to_string()))?;
+    let reader = reader
+        .with_batch_size(8192)
+        .build()
+        .map_err(|e| corrupt(e.to_string()))?;
+    reader
+        .collect::<Result<Vec<_>, _>>()
+        .map_err(|e| corrupt(e.to_string()))
 }
 
 /// The batch with the table's schema: partition columns put back, columns that an older file lacks filled with nulls.
@@ -160,10 +229,18 @@ fn complete(table: Table, batch: &RecordBatch, file: &DataFile) -> Result<Record
     let partition: BTreeSet<&str> = table.partition_columns().iter().copied().collect();
     for field in schema.fields() {
         let column = if partition.contains(field.name().as_str()) {
-            let value = file.partition.iter().find(|(name, _)| name == field.name()).map_or("", |(_, value)| value.as_str());
+            let value = file
+                .partition
+                .iter()
+                .find(|(name, _)| name == field.name())
+                .map_or("", |(_, value)| value.as_str());
             Arc::new(StringArray::from(vec![value; batch.num_rows()])) as ArrayRef
         } else if let Some(column) = batch.column_by_name(field.name()) {
-            if column.data_type() == field.data_type() { column.clone() } else { arrow_cast::cast(column, field.data_type()).map_err(|e| e.to_string())? }
+            if column.data_type() == field.data_type() {
+                column.clone()
+            } else {
+                arrow_cast::cast(column, field.data_type()).map_err(|e| e.to_string())?
+            }
         } else if field.is_nullable() {
             arrow_array::new_null_array(field.data_type(), batch.num_rows())
         } else {
@@ -171,5 +248,6 @@ fn complete(table: Table, batch: &RecordBatch, file: &DataFile) -> Result<Record
         };
         columns.push(column);
     }
-    RecordBatch::try_new(Arc::new(Schema::new(schema.fields().clone())), columns).map_err(|e| e.to_string())
+    RecordBatch::try_new(Arc::new(Schema::new(schema.fields().clone())), columns)
+        .map_err(|e| e.to_string())
 }

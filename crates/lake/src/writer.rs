@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use camino::Utf8PathBuf;
+use drillyard_schema::table::TaskRow;
 use drillyard_schema::{EpisodeId, Row, RunId, Table, TaskId};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
@@ -18,6 +19,7 @@ use crate::error::LakeError;
 use crate::faults::crash_point;
 use crate::journal::{Journal, JournalEvent, Recovered};
 use crate::lake::{Lake, Txn};
+use crate::snapshot::Filter;
 
 /// How a writer batches.
 #[derive(Debug, Clone)]
@@ -26,7 +28,7 @@ pub struct WriterOptions {
     pub journal_dir: Utf8PathBuf,
     /// The shard; part of the transactions' application id, together with `app`.
     pub shard: String,
-    /// What sets this run apart from others: its id.
+    /// The run's id.
     pub app: String,
     /// Episodes of a batch at most.
     pub batch_episodes: usize,
@@ -40,7 +42,11 @@ pub struct WriterOptions {
 
 impl WriterOptions {
     /// Batches of 1,024 episodes, 64 MB or 30 s, and 256 waiting.
-    pub fn new(journal_dir: impl Into<Utf8PathBuf>, app: impl Into<String>, shard: impl Into<String>) -> Self {
+    pub fn new(
+        journal_dir: impl Into<Utf8PathBuf>,
+        app: impl Into<String>,
+        shard: impl Into<String>,
+    ) -> Self {
         Self {
             journal_dir: journal_dir.into(),
             shard: shard.into(),
@@ -82,7 +88,15 @@ impl Writer {
     /// A journal that can't be opened, or a lake that can't be written.
     pub async fn start(lake: Lake, options: WriterOptions) -> Result<(Self, Recovered), LakeError> {
         let (journal, recovered) = Journal::open(&options.journal_dir, &options.shard)?;
-        let mut batcher = Batcher { lake, journal: journal.clone(), app: format!("{}/{}", options.app, options.shard), number: 0, report: WriterReport::default() };
+        let mut batcher = Batcher {
+            lake,
+            journal: journal.clone(),
+            app: format!("{}/{}", options.app, options.shard),
+            run: options.app.clone(),
+            number: 0,
+            tasks: BTreeSet::new(),
+            report: WriterReport::default(),
+        };
         batcher.recover(&recovered).await?;
         let (queue, waiting) = mpsc::channel(options.queue.max(1));
         let (tell, done) = oneshot::channel();
@@ -91,11 +105,22 @@ impl Writer {
         let task = tokio::spawn(async move {
             let result = batcher.run(waiting, &options).await;
             if let Err(error) = &result {
-                *shared.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error.to_string());
+                *shared
+                    .lock()
+                    .unwrap_or_else(std::sync::PoisonError::into_inner) = Some(error.to_string());
             }
             let _ = tell.send(result);
         });
-        Ok((Self { queue, journal, failed, done, task }, recovered))
+        Ok((
+            Self {
+                queue,
+                journal,
+                failed,
+                done,
+                task,
+            },
+            recovered,
+        ))
     }
 
     /// The journal, for the events of running episodes.
@@ -109,10 +134,17 @@ impl Writer {
     /// A journal that can't be written, or a writer that has ended with an error.
     pub async fn submit(&self, bundle: EpisodeBundle) -> Result<(), LakeError> {
         let bundle = Box::new(bundle);
-        self.journal.append(&JournalEvent::EpisodeFinished(bundle.clone()), true)?;
+        self.journal
+            .append(&JournalEvent::EpisodeFinished(bundle.clone()), true)?;
         self.queue.send(bundle).await.map_err(|_| {
-            let reason = self.failed.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone();
-            LakeError::WriterEnded(reason.unwrap_or_else(|| "the background task is gone".to_owned()))
+            let reason = self
+                .failed
+                .lock()
+                .unwrap_or_else(std::sync::PoisonError::into_inner)
+                .clone();
+            LakeError::WriterEnded(
+                reason.unwrap_or_else(|| "the background task is gone".to_owned()),
+            )
         })
     }
 
@@ -122,7 +154,11 @@ impl Writer {
     /// What stopped the background task.
     pub async fn finish(self) -> Result<WriterReport, LakeError> {
         drop(self.queue);
-        let result = self.done.await.unwrap_or_else(|_| Err(LakeError::WriterEnded("the background task panicked".to_owned())));
+        let result = self.done.await.unwrap_or_else(|_| {
+            Err(LakeError::WriterEnded(
+                "the background task panicked".to_owned(),
+            ))
+        });
         let _ = self.task.await;
         result
     }
@@ -132,20 +168,47 @@ struct Batcher {
     lake: Lake,
     journal: Journal,
     app: String,
+    run: String,
     number: i64,
+    /// Tasks that are in the lake already.
+    tasks: BTreeSet<(RunId, TaskId)>,
     report: WriterReport,
 }
 
 impl Batcher {
     async fn recover(&mut self, recovered: &Recovered) -> Result<(), LakeError> {
-        let in_lake = self.lake.last_txn(Table::Episodes, &self.app).await?.unwrap_or(0);
+        let in_lake = self
+            .lake
+            .last_txn(Table::Episodes, &self.app)
+            .await?
+            .unwrap_or(0);
         self.number = recovered.last_batch.max(in_lake);
-        let mut waiting: BTreeMap<&EpisodeId, &EpisodeBundle> = recovered.finished.iter().map(|b| (&b.episode.episode_id, b)).collect();
+        let known: Vec<TaskRow> = self
+            .lake
+            .snapshot()
+            .await?
+            .read(&Filter::run(&RunId(self.run.clone())))
+            .await?;
+        self.tasks = known.into_iter().map(|t| (t.run_id, t.task_id)).collect();
+        let mut waiting: BTreeMap<&EpisodeId, &EpisodeBundle> = recovered
+            .finished
+            .iter()
+            .map(|b| (&b.episode.episode_id, b))
+            .collect();
         for (number, episodes) in &recovered.open_batches {
-            let batch: Vec<EpisodeBundle> = episodes.iter().filter_map(|id| waiting.remove(id)).cloned().collect();
+            let batch: Vec<EpisodeBundle> = episodes
+                .iter()
+                .filter_map(|id| waiting.remove(id))
+                .cloned()
+                .collect();
             self.commit(*number, batch).await?;
         }
-        let rest: Vec<EpisodeBundle> = recovered.finished.iter().filter(|b| waiting.contains_key(&b.episode.episode_id)).cloned().collect();
+        let rest: Vec<EpisodeBundle> = recovered
+            .finished
+            .iter()
+            .filter(|b| waiting.contains_key(&b.episode.episode_id))
+            .cloned()
+            .collect();
         if !rest.is_empty() {
             self.batch(rest).await?;
         }
@@ -155,9 +218,15 @@ impl Batcher {
         Ok(())
     }
 
-    async fn run(&mut self, mut waiting: mpsc::Receiver<Box<EpisodeBundle>>, options: &WriterOptions) -> Result<WriterReport, LakeError> {
+    async fn run(
+        &mut self,
+        mut waiting: mpsc::Receiver<Box<EpisodeBundle>>,
+        options: &WriterOptions,
+    ) -> Result<WriterReport, LakeError> {
         loop {
-            let Some(first) = waiting.recv().await else { break };
+            let Some(first) = waiting.recv().await else {
+                break;
+            };
             let deadline = Instant::now() + options.batch_age;
             let mut bytes = bundle_bytes(&first);
             let mut batch = vec![*first];
@@ -186,16 +255,31 @@ impl Batcher {
     async fn batch(&mut self, batch: Vec<EpisodeBundle>) -> Result<(), LakeError> {
         self.number += 1;
         let episodes = batch.iter().map(|b| b.episode.episode_id.clone()).collect();
-        self.journal.append(&JournalEvent::BatchStarted { number: self.number, episodes }, true)?;
+        self.journal.append(
+            &JournalEvent::BatchStarted {
+                number: self.number,
+                episodes,
+            },
+            true,
+        )?;
         self.commit(self.number, batch).await
     }
 
     async fn commit(&mut self, number: i64, batch: Vec<EpisodeBundle>) -> Result<(), LakeError> {
         let mut tasks = Vec::new();
-        let mut seen: BTreeSet<(RunId, TaskId)> = BTreeSet::new();
-        let (mut tokens, mut calls, mut steps, mut messages, mut rewards, mut verdicts, mut episodes) = (vec![], vec![], vec![], vec![], vec![], vec![], vec![]);
+        let mut fresh = BTreeSet::new();
+        let (
+            mut tokens,
+            mut calls,
+            mut steps,
+            mut messages,
+            mut rewards,
+            mut verdicts,
+            mut episodes,
+        ) = (vec![], vec![], vec![], vec![], vec![], vec![], vec![]);
         for bundle in batch {
-            if seen.insert((bundle.task.run_id.clone(), bundle.task.task_id.clone())) {
+            let key = (bundle.task.run_id.clone(), bundle.task.task_id.clone());
+            if !self.tasks.contains(&key) && fresh.insert(key) {
                 tasks.push(bundle.task);
             }
             tokens.extend(bundle.tokens);
@@ -215,10 +299,12 @@ impl Batcher {
         self.table(number, &rewards).await?;
         self.table(number, &verdicts).await?;
         self.table(number, &tasks).await?;
+        self.tasks.extend(fresh);
         crash_point("before_episodes");
         self.table(number, &episodes).await?;
         crash_point("after_episodes");
-        self.journal.append(&JournalEvent::BatchCommitted { number }, true)?;
+        self.journal
+            .append(&JournalEvent::BatchCommitted { number }, true)?;
         self.report.episodes += n_episodes;
         self.report.steps += n_steps;
         self.report.batches += 1;
@@ -226,7 +312,15 @@ impl Batcher {
     }
 
     async fn table<R: Row>(&self, number: i64, rows: &[R]) -> Result<(), LakeError> {
-        self.lake.append(rows, Some(Txn { app: self.app.clone(), version: number })).await?;
+        self.lake
+            .append(
+                rows,
+                Some(Txn {
+                    app: self.app.clone(),
+                    version: number,
+                }),
+            )
+            .await?;
         Ok(())
     }
 }

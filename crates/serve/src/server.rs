@@ -85,49 +85,31 @@ pub struct Server {
 impl Server {
     /// Loads a checkpoint, starts its engine and listens.
     pub async fn bind(options: &ServeOptions) -> Result<Self, ServeError> {
-        let model = Llama::load(&options.model, tch::Device::cuda_if_available())?;
         let name = options.name.clone();
         let name = name.or_else(|| Some(options.model.file_name()?.to_owned()));
         let name = name.unwrap_or_else(|| "model".to_owned());
-        let address = SocketAddr::new(options.host, options.port);
-        Self::bind_model(
-            &model,
-            &options.model,
-            name,
-            options.engine.clone(),
-            address,
-        )
-        .await
+        let served = {
+            // Tensors may not be shared between threads, so the model must not live across the wait below.
+            let model = Llama::load(&options.model, tch::Device::cuda_if_available())?;
+            load_around(&model, &options.model, name, options.engine.clone())?
+        };
+        Self::listen(served, SocketAddr::new(options.host, options.port)).await
     }
 
     /// Serves a model that is in memory, with the tokenizer and chat template of a checkpoint folder. The engine gets a copy of the
     /// weights; [`Server::engine`] swaps them.
-    pub async fn bind_model(
+    pub fn bind_model(
         model: &Llama,
         dir: &Utf8Path,
         name: String,
         engine: EngineOptions,
         address: SocketAddr,
-    ) -> Result<Self, ServeError> {
-        let tokenizer = Tokenizer::load(dir)?;
-        let template = ChatTemplate::load(dir)?;
-        let eos = template.eos_token().and_then(|eos| tokenizer.id(eos));
-        let mut stop_ids: Vec<i32> = model
-            .config()
-            .eos_token_ids
-            .iter()
-            .map(|id| *id as i32)
-            .collect();
-        stop_ids.extend(eos);
-        let engine = Engine::start(model, &stop_ids, engine)?;
-        let served = served(
-            engine,
-            tokenizer,
-            template,
-            name,
-            model.config().vocab_size,
-            stop_ids,
-        )?;
+    ) -> impl Future<Output = Result<Self, ServeError>> + Send + use<> {
+        let served = load_around(model, dir, name, engine);
+        async move { Self::listen(served?, address).await }
+    }
+
+    async fn listen(served: Served, address: SocketAddr) -> Result<Self, ServeError> {
         let listen = |source| ServeError::Listen {
             address: address.to_string(),
             source,
@@ -266,3 +248,32 @@ fn error_response(error: &ServeError) -> Response {
     }
     response
 }
+
+/// Starts the engine of a model and reads what else answering takes.
+fn load_around(
+    model: &Llama,
+    dir: &Utf8Path,
+    name: String,
+    engine: EngineOptions,
+) -> Result<Served, ServeError> {
+    let tokenizer = Tokenizer::load(dir)?;
+    let template = ChatTemplate::load(dir)?;
+    let eos = template.eos_token().and_then(|eos| tokenizer.id(eos));
+    let mut stop_ids: Vec<i32> = model
+        .config()
+        .eos_token_ids
+        .iter()
+        .map(|id| *id as i32)
+        .collect();
+    stop_ids.extend(eos);
+    let engine = Engine::start(model, &stop_ids, engine)?;
+    served(
+        engine,
+        tokenizer,
+        template,
+        name,
+        model.config().vocab_size,
+        stop_ids,
+    )
+}
+

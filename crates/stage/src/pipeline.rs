@@ -1,0 +1,485 @@
+//! A pipeline file: everything a run needs to know, in stage order.
+
+use std::collections::BTreeMap;
+
+use camino::{Utf8Path, Utf8PathBuf};
+use serde::{Deserialize, Serialize};
+
+use crate::Failure;
+use crate::exit::{INPUT, USAGE};
+
+/// A pipeline: which tasks, which policy, which rewards, which training, which gates. One TOML file, read top to bottom in stage order.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Pipeline {
+    /// Short name; part of run ids.
+    pub name: String,
+    /// Seed of everything that is drawn.
+    #[serde(default = "defaults::seed")]
+    pub seed: u64,
+    /// Folder of all run state, relative to the working directory.
+    #[serde(default = "defaults::yard")]
+    pub yard: Utf8PathBuf,
+    /// What is asked.
+    #[serde(default)]
+    pub tasks: TasksConfig,
+    /// Who answers.
+    #[serde(default)]
+    pub policy: PolicyConfig,
+    /// How episodes are run.
+    #[serde(default)]
+    pub rollout: RolloutConfig,
+    /// Where they run.
+    #[serde(default)]
+    pub sandbox: SandboxSettings,
+    /// Where recorded trajectories come from, for pipelines that import instead of rolling out.
+    #[serde(default)]
+    pub import: ImportConfig,
+    /// How they are judged.
+    #[serde(default)]
+    pub qa: QaConfig,
+    /// How outcomes become credit.
+    #[serde(default)]
+    pub credit: CreditConfig,
+    /// How the policy learns.
+    #[serde(default)]
+    pub train: TrainConfig,
+    /// How it is measured.
+    #[serde(default)]
+    pub eval: EvalConfig,
+}
+
+/// What is asked.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TasksConfig {
+    /// Task set: `wrangle` or `text2sql`.
+    pub set: String,
+    /// Number of training tasks.
+    pub train: usize,
+    /// Episodes per task.
+    pub samples: u32,
+    /// Only these families; empty means all.
+    pub families: Vec<String>,
+}
+
+impl Default for TasksConfig {
+    fn default() -> Self {
+        Self { set: "wrangle".to_owned(), train: 400, samples: 8, families: Vec::new() }
+    }
+}
+
+/// What answers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PolicyKind {
+    /// A checkpoint folder, served by Drillyard on loopback.
+    Checkpoint,
+    /// An OpenAI-compatible endpoint.
+    Openai,
+    /// The task set's scripted expert.
+    Expert,
+}
+
+/// Who answers.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct PolicyConfig {
+    /// Which kind of policy.
+    pub kind: PolicyKind,
+    /// Checkpoint folder in Hugging Face layout, or the model's name at the endpoint.
+    pub model: String,
+    /// Endpoint, such as `http://127.0.0.1:8000/v1`.
+    pub base_url: Option<String>,
+    /// Environment variable that holds the endpoint's key.
+    pub api_key_env: Option<String>,
+    /// Whether the endpoint is asked for native tool calls; otherwise calls are parsed out of the text.
+    pub native_tools: bool,
+    /// Sampling temperature.
+    pub temperature: f64,
+    /// Tokens generated per turn at most.
+    pub max_tokens: u32,
+    /// The scripted expert's share of episodes with its family's systematic mistake.
+    pub mistake_rate: f64,
+    /// Threads of the embedded server.
+    pub threads: usize,
+}
+
+impl Default for PolicyConfig {
+    fn default() -> Self {
+        Self {
+            kind: PolicyKind::Checkpoint,
+            model: "datasets/base".to_owned(),
+            base_url: None,
+            api_key_env: None,
+            native_tools: false,
+            temperature: 1.0,
+            max_tokens: 96,
+            mistake_rate: 0.55,
+            threads: 2,
+        }
+    }
+}
+
+/// How episodes are run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RolloutConfig {
+    /// Episodes in flight.
+    pub concurrency: usize,
+    /// Model turns per episode at most.
+    pub max_steps: u32,
+    /// Bytes of a tool's output shown to the model at most.
+    pub observation_bytes: usize,
+}
+
+impl Default for RolloutConfig {
+    fn default() -> Self {
+        Self { concurrency: 64, max_steps: 6, observation_bytes: 4096 }
+    }
+}
+
+/// Where episodes run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct SandboxSettings {
+    /// `local`.
+    pub backend: String,
+    /// What a sandbox may use.
+    pub limits: LimitsConfig,
+}
+
+impl Default for SandboxSettings {
+    fn default() -> Self {
+        Self { backend: "local".to_owned(), limits: LimitsConfig::default() }
+    }
+}
+
+/// What a sandbox may use.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct LimitsConfig {
+    /// Seconds a tool call may take.
+    pub call_s: f64,
+    /// Seconds an episode may take.
+    pub episode_s: f64,
+    /// Processor cores.
+    pub cpus: f64,
+    /// Memory.
+    pub memory_mib: u64,
+    /// Private disk (work directory and /tmp).
+    pub disk_mib: u64,
+    /// Processes.
+    pub processes: u64,
+    /// Output of one call kept.
+    pub output_kib: u64,
+}
+
+impl Default for LimitsConfig {
+    fn default() -> Self {
+        Self { call_s: 30.0, episode_s: 600.0, cpus: 2.0, memory_mib: 4096, disk_mib: 1024, processes: 256, output_kib: 1024 }
+    }
+}
+
+/// Where recorded trajectories come from.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ImportConfig {
+    /// File or folder; empty for pipelines that roll out.
+    pub path: Utf8PathBuf,
+    /// `intercode` or `tau-bench`; found by content when empty.
+    pub format: String,
+}
+
+/// How episodes are judged.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct QaConfig {
+    /// Folders of rule files.
+    pub rules: Vec<Utf8PathBuf>,
+    /// The share of episodes that may have findings of blocking rules before the run stops.
+    pub block_above: f64,
+}
+
+impl Default for QaConfig {
+    fn default() -> Self {
+        Self { rules: vec!["sql/qa".into()], block_above: 0.5 }
+    }
+}
+
+/// A scheme that composes raw reward components into rewards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RewardScheme {
+    /// λ1·completion + λ2·step + λ3·efficiency − λ4·violation.
+    Weighted,
+    /// +1 for success, partial credit in between, −0.5 for failure, small step rewards.
+    Signed,
+    /// Outcome and call format only.
+    Outcome,
+}
+
+/// How outcomes become credit.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct CreditConfig {
+    /// How components are composed.
+    pub scheme: RewardScheme,
+    /// Discount per step.
+    pub gamma: f64,
+    /// Divide advantages by the group's standard deviation.
+    pub normalise: bool,
+    /// Pairs per task at most.
+    pub pairs_per_task: usize,
+    /// Negative control: permute whole outcomes within each task before anything else.
+    pub control: bool,
+}
+
+impl Default for CreditConfig {
+    fn default() -> Self {
+        Self { scheme: RewardScheme::Signed, gamma: 0.99, normalise: true, pairs_per_task: 4, control: false }
+    }
+}
+
+/// How the policy learns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Method {
+    /// Cross-entropy on every episode's own tokens.
+    Imitation,
+    /// Cross-entropy on the successes only.
+    RejectionSampling,
+    /// Offline GRPO with a contrastive and a format term.
+    Grpo,
+    /// Cross-entropy on successes plus a preference term on pairs: what works without behaviour log-probabilities.
+    ImitationPairs,
+}
+
+/// How the policy learns.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TrainConfig {
+    /// The algorithm.
+    pub method: Method,
+    /// Checkpoint to start from; empty means the policy's own.
+    pub init: String,
+    /// Passes over the data.
+    pub epochs: u32,
+    /// Tokens per batch.
+    pub batch_tokens: usize,
+    /// Peak learning rate.
+    pub lr: f64,
+    /// Share of steps over which the rate rises.
+    pub warmup: f64,
+    /// Decoupled weight decay.
+    pub weight_decay: f64,
+    /// Gradient norm is clipped to this.
+    pub max_grad_norm: f64,
+    /// Ratios below 1 − this are clipped.
+    pub clip_low: f64,
+    /// Ratios above 1 + this are clipped.
+    pub clip_high: f64,
+    /// Weight of the KL term to the reference.
+    pub kl: f64,
+    /// Weight of the contrastive term between success and failure representations.
+    pub contrastive: f64,
+    /// Weight of the supervised term on action format.
+    pub format: f64,
+    /// Validate every so many steps; 0 never.
+    pub validate_every: u32,
+    /// Tasks of a validation.
+    pub validation_tasks: usize,
+    /// Provenance gate: smallest effective sample size, as a share of tokens.
+    pub min_ess: f64,
+    /// Provenance gate: largest mean KL between the behaviour policy and today's weights.
+    pub max_kl: f64,
+    /// Threads.
+    pub threads: usize,
+}
+
+impl Default for TrainConfig {
+    fn default() -> Self {
+        Self {
+            method: Method::Grpo,
+            init: String::new(),
+            epochs: 2,
+            batch_tokens: 8192,
+            lr: 3e-4,
+            warmup: 0.05,
+            weight_decay: 0.0,
+            max_grad_norm: 1.0,
+            clip_low: 0.2,
+            clip_high: 0.28,
+            kl: 0.01,
+            contrastive: 0.02,
+            format: 0.02,
+            validate_every: 0,
+            validation_tasks: 64,
+            min_ess: 0.5,
+            max_kl: 0.1,
+            threads: 2,
+        }
+    }
+}
+
+/// How it is measured.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EvalConfig {
+    /// Held-out tasks of trained families.
+    pub tasks: usize,
+    /// Tasks of each family never trained on.
+    pub unseen_tasks: usize,
+    /// Episodes per task.
+    pub samples: u32,
+    /// Sampling temperature; the same for both policies.
+    pub temperature: f64,
+    /// Seed of tasks and sampling; the same for both policies.
+    pub seed: u64,
+}
+
+impl Default for EvalConfig {
+    fn default() -> Self {
+        Self { tasks: 400, unseen_tasks: 20, samples: 1, temperature: 1.0, seed: 1_000_003 }
+    }
+}
+
+mod defaults {
+    pub(super) fn seed() -> u64 {
+        7
+    }
+
+    pub(super) fn yard() -> camino::Utf8PathBuf {
+        "yard".into()
+    }
+}
+
+impl Pipeline {
+    /// Reads `path` and applies `overrides` such as `train.lr=1e-4`.
+    ///
+    /// # Errors
+    /// A missing file, broken TOML, an unknown key or a bad value, each with its place and the way out.
+    pub fn load(path: &Utf8Path, overrides: &[String]) -> Result<Self, Failure> {
+        let text = fs_err::read_to_string(path).map_err(|e| {
+            Failure::new(INPUT, format!("pipeline {path}: {}", e.kind())).hint("pipelines/ holds the ones that come with Drillyard; name one with PIPELINE=pipelines/NAME.toml")
+        })?;
+        Self::parse(&text, path.as_str(), overrides)
+    }
+
+    /// Reads a pipeline from text; `origin` names it in errors.
+    ///
+    /// # Errors
+    /// As [`Self::load`].
+    pub fn parse(text: &str, origin: &str, overrides: &[String]) -> Result<Self, Failure> {
+        let mut table: toml::Table = toml::from_str(text).map_err(|e: toml::de::Error| Failure::new(USAGE, format!("{origin}: {}", e.to_string().trim_end())))?;
+        for text in overrides {
+            apply(&mut table, text)?;
+        }
+        let pipeline: Self = serde_path_to_error::deserialize(toml::Value::Table(table)).map_err(|e| {
+            let path = e.path().to_string();
+            let inner = e.into_inner().to_string();
+            Failure::new(USAGE, format!("{origin}: {path}: {}", inner.trim_end())).hint("every key is described in pipelines/README.md")
+        })?;
+        pipeline.check(origin)?;
+        Ok(pipeline)
+    }
+
+    fn check(&self, origin: &str) -> Result<(), Failure> {
+        let wrong = |key: &str, why: String| Err(Failure::new(USAGE, format!("{origin}: {key}: {why}")));
+        let name_ok = !self.name.is_empty() && self.name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+        if !name_ok {
+            return wrong("name", format!("'{}' must be letters, digits, '-' or '_'", self.name));
+        }
+        let positive: BTreeMap<&str, f64> = [
+            ("tasks.samples", f64::from(self.tasks.samples)),
+            ("rollout.concurrency", self.rollout.concurrency as f64),
+            ("rollout.max_steps", f64::from(self.rollout.max_steps)),
+            ("sandbox.limits.call_s", self.sandbox.limits.call_s),
+            ("sandbox.limits.episode_s", self.sandbox.limits.episode_s),
+            ("train.batch_tokens", self.train.batch_tokens as f64),
+            ("train.lr", self.train.lr),
+        ]
+        .into();
+        for (key, value) in positive {
+            if value <= 0.0 || value.is_nan() {
+                return wrong(key, format!("{value} must be above 0"));
+            }
+        }
+        for (key, value) in [("policy.mistake_rate", self.policy.mistake_rate), ("credit.gamma", self.credit.gamma), ("qa.block_above", self.qa.block_above)] {
+            if !(0.0..=1.0).contains(&value) {
+                return wrong(key, format!("{value} must lie between 0 and 1"));
+            }
+        }
+        if self.policy.temperature < 0.0 || self.eval.temperature < 0.0 {
+            return wrong("temperature", "must not be negative".to_owned());
+        }
+        if self.policy.kind == PolicyKind::Openai && self.policy.base_url.is_none() {
+            return wrong("policy.base_url", "is needed for kind = \"openai\", such as http://127.0.0.1:8000/v1".to_owned());
+        }
+        Ok(())
+    }
+
+    /// The pipeline as JSON, as run records keep it.
+    pub fn to_json(&self) -> serde_json::Value {
+        serde_json::to_value(self).unwrap_or_default()
+    }
+
+    /// A folder of the yard.
+    pub fn dir(&self, name: &str) -> Utf8PathBuf {
+        self.yard.join(name)
+    }
+}
+
+/// Applies one `a.b=value` override; the value is TOML, or else text.
+fn apply(table: &mut toml::Table, text: &str) -> Result<(), Failure> {
+    let Some((path, value)) = text.split_once('=') else {
+        return Err(Failure::new(USAGE, format!("--set {text}: expected key=value")));
+    };
+    let value = toml::from_str::<toml::Table>(&format!("v = {value}")).ok().and_then(|mut t| t.remove("v")).unwrap_or_else(|| toml::Value::String(value.to_owned()));
+    let keys: Vec<&str> = path.trim().split('.').collect();
+    let Some((last, parents)) = keys.split_last() else { return Ok(()) };
+    let mut here = table;
+    for key in parents {
+        let entry = here.entry((*key).to_owned()).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        let toml::Value::Table(next) = entry else {
+            return Err(Failure::new(USAGE, format!("--set {text}: '{key}' is not a section")));
+        };
+        here = next;
+    }
+    here.insert((*last).to_owned(), value);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_key_names_its_path() {
+        let failure = Pipeline::parse("name = \"x\"\n[train]\nlearning_rate = 1\n", "p.toml", &[]).unwrap_err();
+        assert_eq!(failure.code, USAGE);
+        assert!(failure.message.starts_with("p.toml: train"), "{}", failure.message);
+        assert!(failure.message.contains("learning_rate"), "{}", failure.message);
+    }
+
+    #[test]
+    fn a_bad_value_names_its_path() {
+        let failure = Pipeline::parse("name = \"x\"\n[train]\nlr = \"fast\"\n", "p.toml", &[]).unwrap_err();
+        assert!(failure.message.contains("train.lr"), "{}", failure.message);
+    }
+
+    #[test]
+    fn overrides_beat_the_file() {
+        let overrides = ["train.lr=0.5".to_owned(), "policy.model=elsewhere".to_owned()];
+        let pipeline = Pipeline::parse("name = \"x\"\n[train]\nlr = 0.1\n", "p.toml", &overrides).unwrap();
+        assert!((pipeline.train.lr - 0.5).abs() < 1e-12);
+        assert_eq!(pipeline.policy.model, "elsewhere");
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for text in ["name = \"a b\"", "name = \"x\"\n[tasks]\nsamples = 0", "name = \"x\"\n[policy]\nkind = \"openai\"", "name = \"x\"\n[credit]\ngamma = 2.0"] {
+            assert_eq!(Pipeline::parse(text, "p.toml", &[]).unwrap_err().code, USAGE, "{text}");
+        }
+    }
+}
