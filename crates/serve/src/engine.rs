@@ -214,18 +214,26 @@ impl Engine {
 
     /// Replaces the weights by another model's: requests under way end with the old ones, later ones wait. Returns once the new
     /// ones answer.
-    pub async fn swap(&self, model: &Llama) -> Result<(), ServeError> {
+    pub fn swap(
+        &self,
+        model: &Llama,
+    ) -> impl Future<Output = Result<(), ServeError>> + Send + use<> {
         let (done, swapped) = oneshot::channel();
-        let swap = Swap {
-            decoder: decoder(model, &self.shared.options)?,
-            weights_hash: model.weights_hash()?.into(),
-            done,
-        };
-        self.commands
-            .send(Command::Swap(Box::new(swap)))
-            .await
-            .map_err(|_| ServeError::Stopped)?;
-        swapped.await.map_err(|_| ServeError::Stopped)
+        let hash = model.weights_hash().map_err(ServeError::from);
+        let fresh = decoder(model, &self.shared.options);
+        let commands = self.commands.clone();
+        async move {
+            let swap = Swap {
+                decoder: fresh?,
+                weights_hash: hash?.into(),
+                done,
+            };
+            commands
+                .send(Command::Swap(Box::new(swap)))
+                .await
+                .map_err(|_| ServeError::Stopped)?;
+            swapped.await.map_err(|_| ServeError::Stopped)
+        }
     }
 
     /// The hash of the weights that answer now.

@@ -276,4 +276,3 @@ fn load_around(
         stop_ids,
     )
 }
-

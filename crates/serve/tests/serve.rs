@@ -521,6 +521,21 @@ async fn weights_can_be_swapped() {
     server.end().await;
 }
 
+#[test]
+fn futures_can_be_spawned() {
+    fn spawnable<T: Send>(_: &T) {}
+    let options = ServeOptions::new("nowhere");
+    spawnable(&Server::bind(&options));
+    spawnable(&drillyard_serve::run(&options, |_| {}, async {}));
+    let end = Tokenizer::load(&CHECKPOINT.1)
+        .unwrap()
+        .id("<|end|>")
+        .unwrap();
+    let engine =
+        drillyard_serve::Engine::start(&model(8, end), &[], EngineOptions::default()).unwrap();
+    spawnable(&engine.swap(&model(9, end)));
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn what_cannot_be_served_is_an_error() {
     let missing = Server::bind(&ServeOptions::new("/nowhere/at/all"))
