@@ -10,7 +10,7 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use camino::{Utf8Path, Utf8PathBuf};
-use drillyard_query::{Library, QueryError, QueryResult, Session, SessionOptions};
+use drillyard_query::{Library, QueryError, QueryResult, Session, SessionOptions, SqlFile};
 use drillyard_schema::{EndReason, FailReason};
 use libtest_mimic::{Arguments, Failed, Trial};
 use sqllogictest::{
@@ -71,7 +71,7 @@ fn run(path: &Utf8Path, library: &Arc<Library>) -> Result<(), Failed> {
         async move {
             let session = Session::in_memory(library, SessionOptions::default()).await?;
             session.bind("rule", &rule).await?;
-            Ok(Database { session })
+            Ok(Database { session, rule })
         }
     });
     runner.with_column_validator(strict_column_validator);
@@ -88,12 +88,16 @@ fn run(path: &Utf8Path, library: &Arc<Library>) -> Result<(), Failed> {
                 .await
                 .map_err(|e| Failed::from(e.to_string()))?;
         }
-        runner.run_file_async(path).await.map_err(|e| Failed::from(e.display(false).to_string()))
+        runner
+            .run_file_async(path)
+            .await
+            .map_err(|e| Failed::from(e.display(false).to_string()))
     })
 }
 
 struct Database {
     session: Session,
+    rule: SqlFile,
 }
 
 #[async_trait]
@@ -107,7 +111,12 @@ impl AsyncDB for Database {
             self.session.sql(&format!("INSERT INTO raw.{rest}")).await?;
             return Ok(DBOutput::StatementComplete(0));
         }
-        let result = self.session.sql(sql).await?;
+        let result = if sql == "SELECT * FROM rule" {
+            // As it is run, its own order included.
+            self.session.run(&self.rule, None).await?
+        } else {
+            self.session.sql(sql).await?
+        };
         Ok(DBOutput::Rows {
             types: types(&result),
             rows: result
@@ -173,7 +182,11 @@ fn every_file_loads(_sql: &Utf8Path, library: &Library) -> Result<(), Failed> {
     for problem in session.problems() {
         writeln!(message, "{problem}")?;
     }
-    if message.is_empty() { Ok(()) } else { Err(message.into()) }
+    if message.is_empty() {
+        Ok(())
+    } else {
+        Err(message.into())
+    }
 }
 
 fn files_come_in_pairs(sql: &Utf8Path, _library: &Library) -> Result<(), Failed> {
@@ -218,7 +231,10 @@ fn labels_are_all_there(_sql: &Utf8Path, library: &Library) -> Result<(), Failed
 
 fn rules_cover_the_four_kinds(_sql: &Utf8Path, library: &Library) -> Result<(), Failed> {
     let rules = library.rules();
-    let kinds: BTreeSet<_> = rules.iter().filter_map(|r| r.qa().map(|qa| qa.category)).collect();
+    let kinds: BTreeSet<_> = rules
+        .iter()
+        .filter_map(|r| r.qa().map(|qa| qa.category))
+        .collect();
     if rules.len() >= 16 && kinds.len() == 4 {
         Ok(())
     } else {

@@ -1,0 +1,31 @@
+-- id: call_loop
+-- title: The same call with the same result again and again
+-- kind: qa
+-- category: logic
+-- severity: warn
+-- version: 1
+-- penalty: 0.3
+-- fail_reason: loop
+-- grain: call
+-- reads: ordered_calls
+-- param: times = 3
+-- why: an agent that repeats what did not help is stuck. Calls whose result differs (a poll that moves on) are no loop.
+WITH repeats AS (
+    SELECT
+        episode_id,
+        call_hash,
+        min(tool) AS tool,
+        count(*) AS times,
+        max(step_index) AS step_index
+    FROM ordered_calls
+    WHERE NOT is_submit
+    GROUP BY episode_id, call_hash, outcome, stdout, stderr
+)
+
+SELECT
+    episode_id,
+    step_index,
+    concat(times, ' times the same call of ', tool) AS detail
+FROM repeats
+WHERE times >= $times
+ORDER BY episode_id, step_index
