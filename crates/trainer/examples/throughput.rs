@@ -48,7 +48,9 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
             Sequence {
                 episode: format!("e{i}").into(),
                 group: Some(format!("g{}", i / 8).into()),
-                ids: (0..len).map(|k| ((i * 31 + k * 17) % VOCABULARY as u32) as i32).collect(),
+                ids: (0..len)
+                    .map(|k| ((i * 31 + k * 17) % VOCABULARY as u32) as i32)
+                    .collect(),
                 turns,
                 behaviour: vec![],
                 reference: vec![],

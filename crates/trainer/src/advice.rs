@@ -263,19 +263,30 @@ mod tests {
         );
         let falling: &[(&str, &[f64])] = &[("loss", &[1.0, 0.5, 0.2])];
         assert_eq!(
-            codes(falling, &[at(0, 0.3, 3.0), at(1, 0.5, 3.0), at(2, 0.4, 3.0)], none),
+            codes(
+                falling,
+                &[at(0, 0.3, 3.0), at(1, 0.5, 3.0), at(2, 0.4, 3.0)],
+                none
+            ),
             ["over_fit"]
         );
         assert_eq!(
             codes(
-                &[("loss", &[1.0, 0.5, 0.2]), ("loss_holdout", &[1.0, 0.8, 0.9])],
+                &[
+                    ("loss", &[1.0, 0.5, 0.2]),
+                    ("loss_holdout", &[1.0, 0.8, 0.9])
+                ],
                 &[],
                 none
             ),
             ["over_fit"]
         );
         assert_eq!(
-            codes(&[], &[at(0, 0.3, 3.0), at(1, 0.3, 3.0), at(2, 0.3, 5.0)], none),
+            codes(
+                &[],
+                &[at(0, 0.3, 3.0), at(1, 0.3, 3.0), at(2, 0.3, 5.0)],
+                none
+            ),
             ["stalled", "detours"]
         );
     }

@@ -103,12 +103,7 @@ pub fn conversation(
     let tools = conversation.tools.as_deref().unwrap_or(default_tools);
     let (ids, turns) = texts.render(&conversation.messages, tools)?;
     Ok(Sequence {
-        episode: EpisodeId(
-            conversation
-                .id
-                .clone()
-                .unwrap_or_else(|| name.to_owned()),
-        ),
+        episode: EpisodeId(conversation.id.clone().unwrap_or_else(|| name.to_owned())),
         group: None,
         ids,
         turns,
@@ -213,7 +208,11 @@ pub fn token_sequences(
                 row.generated_ids.len()
             )));
         }
-        if current.turns.last().is_some_and(|turn| turn.end as usize > kept) {
+        if current
+            .turns
+            .last()
+            .is_some_and(|turn| turn.end as usize > kept)
+        {
             let prefix = current.ids[..kept].to_vec();
             done.push(std::mem::replace(&mut current, empty(prefix)));
         } else {
@@ -237,8 +236,8 @@ pub fn token_sequences(
             .format
             .resize(before + row.generated_ids.len(), false);
         for span in row.loss_spans.iter().filter(|s| s.kind == ACTION_FORMAT) {
-            let range = span.start.max(0) as usize
-                ..(span.end.max(0) as usize).min(row.generated_ids.len());
+            let range =
+                span.start.max(0) as usize..(span.end.max(0) as usize).min(row.generated_ids.len());
             if let Some(marks) = current.format[before..].get_mut(range) {
                 marks.fill(true);
             }
@@ -315,9 +314,8 @@ impl Builder<'_> {
             row.tokenizer_hash == self.texts.tokenizer.hash()
                 && row.template_hash == self.texts.template.hash()
         };
-        let usable = !tokens.is_empty()
-            && tokens.len() as i32 == episode.n_steps
-            && tokens.iter().all(ours);
+        let usable =
+            !tokens.is_empty() && tokens.len() as i32 == episode.n_steps && tokens.iter().all(ours);
         let sequences = if usable {
             self.from_tokens += 1;
             token_sequences(id, tokens, |_| 1.0)?
@@ -396,11 +394,7 @@ impl Builder<'_> {
 }
 
 /// The data set of imitation, with pairs for the preference term where it is on.
-pub fn imitation(
-    rows: &Rows,
-    config: &TrainConfig,
-    texts: &Texts,
-) -> Result<Dataset, TrainError> {
+pub fn imitation(rows: &Rows, config: &TrainConfig, texts: &Texts) -> Result<Dataset, TrainError> {
     let hyper = &config.hyper;
     let mut builder = Builder {
         rows,
@@ -459,7 +453,8 @@ pub fn imitation(
         builder.from_tokens, builder.from_messages
     ));
     if builder.versions.len() > 1 {
-        data.notes.push(versions_note(builder.versions.len(), hyper.allow_mixed));
+        data.notes
+            .push(versions_note(builder.versions.len(), hyper.allow_mixed));
     }
     data.notes.extend(builder.left_out.notes());
     Ok(data)
@@ -584,7 +579,8 @@ pub fn grpo(
         data.pairs = pairs(&rows.pairs, &index_of);
     }
     if versions.len() > 1 {
-        data.notes.push(versions_note(versions.len(), hyper.allow_mixed));
+        data.notes
+            .push(versions_note(versions.len(), hyper.allow_mixed));
     }
     data.notes.extend(left_out.notes());
     Ok((data, provenance))
@@ -662,7 +658,12 @@ mod tests {
     #[test]
     fn rows_that_contradict_each_other_are_named() {
         let missing = token_sequences(&"e".into(), &[tokens(0, 4, &[1], &[2])], |_| 1.0);
-        assert!(missing.unwrap_err().to_string().contains("episode e: step 0 keeps 4 ids of 0"));
+        assert!(
+            missing
+                .unwrap_err()
+                .to_string()
+                .contains("episode e: step 0 keeps 4 ids of 0")
+        );
         let mut row = tokens(0, 0, &[1], &[2, 3]);
         row.logprobs.pop();
         assert!(token_sequences(&"e".into(), &[row], |_| 1.0).is_err());
@@ -692,8 +693,7 @@ mod tests {
             verdict("c", "verified", 1, Some(false)),
             verdict("d", "verified", 1, None),
         ]);
-        let expected: BTreeMap<EpisodeId, bool> =
-            [("a".into(), false), ("c".into(), false)].into();
+        let expected: BTreeMap<EpisodeId, bool> = [("a".into(), false), ("c".into(), false)].into();
         assert_eq!(result, expected);
     }
 

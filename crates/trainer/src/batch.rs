@@ -48,7 +48,11 @@ pub type Step = Vec<Vec<usize>>;
 pub fn plan(shapes: &[Shape], packing: Packing, seed: u64, epoch: u32) -> Vec<Step> {
     let mut units: BTreeMap<(u32, usize), Vec<usize>> = BTreeMap::new();
     for (index, shape) in shapes.iter().enumerate() {
-        let version = if packing.allow_mixed { 0 } else { shape.version };
+        let version = if packing.allow_mixed {
+            0
+        } else {
+            shape.version
+        };
         units.entry((version, shape.unit)).or_default().push(index);
     }
     let mut by_version: BTreeMap<u32, Vec<Vec<usize>>> = BTreeMap::new();
@@ -72,11 +76,7 @@ pub fn plan(shapes: &[Shape], packing: Packing, seed: u64, epoch: u32) -> Vec<St
                 pool.push(unit);
             }
             pool.sort_by_key(|unit| longest(unit));
-            let mut packed = pack(
-                std::mem::take(&mut pool),
-                packing.batch_tokens,
-                &longest,
-            );
+            let mut packed = pack(std::mem::take(&mut pool), packing.batch_tokens, &longest);
             // A step that is not full waits for the next pool, so that only the last one of an epoch can be small.
             if waiting.peek().is_some()
                 && packed.len() > 1
@@ -241,7 +241,8 @@ impl Batch {
         sequences: &[&Sequence],
         pairs: &[(usize, usize, i32, u32)],
     ) -> PairIndex {
-        let row: BTreeMap<usize, usize> = members.iter().enumerate().map(|(r, &m)| (m, r)).collect();
+        let row: BTreeMap<usize, usize> =
+            members.iter().enumerate().map(|(r, &m)| (m, r)).collect();
         let tail = |row: usize, from: i32| -> Vec<i64> {
             let mut flat = self.offsets[row] as i64;
             let mut tokens = Vec::new();
@@ -411,7 +412,11 @@ mod tests {
         a.turns[1].step = 1;
         let b = sequence("b", 4, 1);
         let batch = Batch::new(&[&a, &b], &[1.0, 1.0], Device::Cpu);
-        let index = batch.pair_index(&[10, 11], &[&a, &b], &[(10, 11, 0, 5), (10, 11, 1, 5), (10, 99, 0, 6)]);
+        let index = batch.pair_index(
+            &[10, 11],
+            &[&a, &b],
+            &[(10, 11, 0, 5), (10, 11, 1, 5), (10, 99, 0, 6)],
+        );
         // From step 1 on the second attempt has no own token, and attempt 99 is not here.
         assert_eq!(index.tokens, vec![0, 1, 2, 3, 4]);
         assert_eq!(index.arm, vec![0, 0, 0, 0, 1]);

@@ -273,7 +273,9 @@ impl TrainConfig {
             {
                 return Err(TrainError::config(
                     "lake.purposes",
-                    format!("{purpose} episodes measure training and must not enter it; train and import may"),
+                    format!(
+                        "{purpose} episodes measure training and must not enter it; train and import may"
+                    ),
                 ));
             }
             if (self.method == Method::Grpo || hyper.preference_weight > 0.0)
@@ -302,7 +304,10 @@ impl TrainConfig {
         let positive = [
             ("hyper.learning_rate", hyper.learning_rate),
             ("hyper.epsilon", hyper.epsilon),
-            ("hyper.contrastive_temperature", hyper.contrastive_temperature),
+            (
+                "hyper.contrastive_temperature",
+                hyper.contrastive_temperature,
+            ),
             ("hyper.preference_beta", hyper.preference_beta),
             ("hyper.batch_tokens", hyper.batch_tokens as f64),
             ("hyper.micro_tokens", hyper.micro_tokens as f64),

@@ -115,7 +115,10 @@ pub fn drift(pairs: &[(&[f32], &[f32])], clip_low: f64, clip_high: f64) -> Drift
         log_weights.push(sum);
     }
     // Weights relative to the largest: the shift cancels and nothing overflows.
-    let largest = log_weights.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let largest = log_weights
+        .iter()
+        .copied()
+        .fold(f64::NEG_INFINITY, f64::max);
     let (mut sum, mut squares) = (0.0, 0.0);
     for log_weight in log_weights {
         let weight = (log_weight - largest).exp();

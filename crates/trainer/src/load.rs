@@ -74,7 +74,8 @@ pub async fn rows(config: &TrainConfig, source: &LakeSource) -> Result<Rows, Tra
             });
         }
         Method::Grpo => {
-            let greedy_or_tempered = |episode: &EpisodeRow| (episode.temperature - 1.0).abs() > 1e-9;
+            let greedy_or_tempered =
+                |episode: &EpisodeRow| (episode.temperature - 1.0).abs() > 1e-9;
             for step in reader.read::<StepRow>().await? {
                 let differs = rows.episodes.get(&step.episode_id).is_some_and(|episode| {
                     (episode.temperature - step.temperature).abs() > 1e-9
@@ -184,8 +185,9 @@ pub fn conversations(
         }
     }
     if too_long > 0 {
-        data.notes
-            .push(format!("{too_long} left out: longer than {max_length} tokens"));
+        data.notes.push(format!(
+            "{too_long} left out: longer than {max_length} tokens"
+        ));
     }
     Ok(data)
 }

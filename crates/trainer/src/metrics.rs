@@ -104,7 +104,10 @@ impl Recorder {
 }
 
 /// The curve of one metric: (step, value), ascending.
-pub fn curve<'a>(rows: &'a [TrainMetricRow], name: &'a str) -> impl Iterator<Item = (i64, f64)> + 'a {
+pub fn curve<'a>(
+    rows: &'a [TrainMetricRow],
+    name: &'a str,
+) -> impl Iterator<Item = (i64, f64)> + 'a {
     rows.iter()
         .filter(move |row| row.name == name)
         .map(|row| (row.step, row.value))

@@ -249,7 +249,10 @@ pub(crate) mod tests {
 
         fn save(&self, dir: &Utf8Path) -> Result<(), TrainError> {
             let path = dir.join("model.safetensors");
-            Ok(Tensor::write_safetensors(&self.parameters(), path.as_std_path())?)
+            Ok(Tensor::write_safetensors(
+                &self.parameters(),
+                path.as_std_path(),
+            )?)
         }
 
         fn restore(&self, dir: &Utf8Path) -> Result<(), TrainError> {

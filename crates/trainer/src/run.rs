@@ -89,7 +89,8 @@ pub async fn run(config: &TrainConfig, hooks: &mut dyn Hooks) -> Result<Ending, 
     let network = Llama::load(&config.init, device)?;
     let parent_revision = network.weights_hash()?;
     let origin = read_origin(&config.init)?;
-    let max_length = (network.config().max_position_embeddings as usize).min(config.hyper.max_length);
+    let max_length =
+        (network.config().max_position_embeddings as usize).min(config.hyper.max_length);
     let mut config = config.clone();
     config.hyper.max_length = max_length;
     let config = &config;
@@ -241,8 +242,7 @@ async fn grpo_data(
     }
     let sequences = &data.sequences;
     let before = data.train.len();
-    data.train
-        .retain(|&i| !sequences[i].behaviour.is_empty());
+    data.train.retain(|&i| !sequences[i].behaviour.is_empty());
     if data.train.len() < before {
         data.notes.push(format!(
             "{} left out: no behaviour log-probabilities",
@@ -302,7 +302,12 @@ fn fill_reference(
         &other
     };
     let sequences: Vec<&Sequence> = members.iter().map(|&i| &data.sequences[i]).collect();
-    let computed = logprobs(reference, &sequences, config.hyper.micro_tokens, &mut |_| {})?;
+    let computed = logprobs(
+        reference,
+        &sequences,
+        config.hyper.micro_tokens,
+        &mut |_| {},
+    )?;
     for (&i, logps) in members.iter().zip(computed) {
         data.sequences[i].reference = logps;
     }

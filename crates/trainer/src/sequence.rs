@@ -160,10 +160,7 @@ pub(crate) mod tests {
     fn damaged_sequences_are_told() {
         assert!(sequence("a", 5, 2).check().is_ok());
         let mut first = sequence("a", 5, 5);
-        assert!(
-            first.check().is_err(),
-            "nothing predicts the first token"
-        );
+        assert!(first.check().is_err(), "nothing predicts the first token");
         first = sequence("a", 5, 2);
         first.behaviour = vec![-1.0];
         assert!(first.check().is_err());

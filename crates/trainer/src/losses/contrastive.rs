@@ -105,9 +105,8 @@ pub fn loss(unit: &Tensor, pairs: &PairIndex, params: &Params, total: f64) -> Lo
                     .to_kind(unit.kind())
                     .to_device(unit.device())
             };
-            let positive = mask(&|i, j| {
-                pairs.task[i] == pairs.task[j] && pairs.chosen[i] != pairs.chosen[j]
-            });
+            let positive =
+                mask(&|i, j| pairs.task[i] == pairs.task[j] && pairs.chosen[i] != pairs.chosen[j]);
             let negative = mask(&|i, j| pairs.task[i] == pairs.task[j]);
             let to_chosen = chosen.matmul(&chosen.tr()) / params.temperature;
             let to_rejected = chosen.matmul(&rejected.tr()) / params.temperature;
@@ -120,9 +119,9 @@ pub fn loss(unit: &Tensor, pairs: &PairIndex, params: &Params, total: f64) -> Lo
                 .log()
                 + shift;
             let positives = positive.sum_dim_intlist(-1, false, unit.kind());
-            let per_anchor = -((to_chosen - denominator) * &positive)
-                .sum_dim_intlist(-1, false, unit.kind())
-                / positives.clamp_min(1.0);
+            let per_anchor =
+                -((to_chosen - denominator) * &positive).sum_dim_intlist(-1, false, unit.kind())
+                    / positives.clamp_min(1.0);
             let anchors = positives.gt(0.0).to_kind(unit.kind());
             let n = anchors.sum(unit.kind()).clamp_min(1.0);
             (per_anchor * &anchors).sum(unit.kind()) / n * share
@@ -186,7 +185,12 @@ mod tests {
             .map(|i| Vec::<f64>::try_from(unit.get(i)).unwrap())
             .collect();
         let dot = |a: usize, b: usize| {
-            rows[a].iter().zip(&rows[b]).map(|(x, y)| x * y).sum::<f64>() / params.temperature
+            rows[a]
+                .iter()
+                .zip(&rows[b])
+                .map(|(x, y)| x * y)
+                .sum::<f64>()
+                / params.temperature
         };
         let mut sum = 0.0;
         let mut anchors = 0.0;
@@ -198,7 +202,10 @@ mod tests {
                 continue;
             }
             anchors += 1.0;
-            let denominator: f64 = positives.iter().map(|&j| dot(2 * i, 2 * j).exp()).sum::<f64>()
+            let denominator: f64 = positives
+                .iter()
+                .map(|&j| dot(2 * i, 2 * j).exp())
+                .sum::<f64>()
                 + (0..3)
                     .filter(|&k| pairs.task[i] == pairs.task[k])
                     .map(|k| dot(2 * i, 2 * k + 1).exp())

@@ -75,8 +75,7 @@ pub fn k3(logp: &Tensor, reference: &Tensor) -> Tensor {
 /// Metrics: `loss_policy`, `kl` (token mean of k3), `clip_share` (tokens where the clip decided), `ratio_mean`, `kl_behaviour`
 /// (token mean of `behaviour - logp`, the drift from the sampling policy).
 pub fn loss(input: &Input<'_>, params: &Params) -> LossOutput {
-    let (per_token, is_clipped) =
-        policy_loss(input.logp, input.behaviour, input.advantage, params);
+    let (per_token, is_clipped) = policy_loss(input.logp, input.behaviour, input.advantage, params);
     let policy = (per_token * input.coefficient).sum(Kind::Float);
     let mut metrics = vec![("loss_policy", scalar(&policy))];
     let mut loss = policy;
@@ -131,7 +130,10 @@ mod tests {
             &PARAMS,
         );
         assert!((scalar(&loss.mean(Kind::Float)) + 0.6333).abs() < 1e-4);
-        assert_eq!(Vec::<bool>::try_from(clipped).unwrap(), vec![false, false, true]);
+        assert_eq!(
+            Vec::<bool>::try_from(clipped).unwrap(),
+            vec![false, false, true]
+        );
     }
 
     #[test]
