@@ -2,7 +2,9 @@
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_lake::{Lake, Snapshot};
-use drillyard_query::{ErrorKind, Library, QueryOptions, Session, SessionOptions, run_qa};
+use drillyard_query::{
+    ErrorKind, Kind, Library, QueryOptions, Session, SessionOptions, SqlFile, run_qa,
+};
 use drillyard_schema::RunId;
 use drillyard_schema::table::{
     EpisodeRow, RunRow, ScoreRow, StepRow, Timestamp, ToolCallRow, VerdictRow,
@@ -551,4 +553,105 @@ async fn parameters_limits_and_completions() {
         .unwrap();
     assert_eq!(outcomes.kind, "view");
     assert!(outcomes.columns.contains(&"tier".to_owned()));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn every_question_runs_over_an_empty_lake_and_a_full_one() {
+    let (_guard, root) = folder();
+    let empty = Lake::open(&root.join("empty")).await.unwrap();
+    for snapshot in [
+        empty.snapshot().await.unwrap(),
+        lake(&root.join("full")).await,
+    ] {
+        let session = Session::open(&snapshot, options()).await.unwrap();
+        for session in [session.scoped_to(&"r1".into()).await.unwrap(), session] {
+            for file in session.library().files() {
+                // Scores read what only a QA run registers.
+                if file.header.kind != Kind::Score {
+                    session.run(file, Some(10)).await.unwrap();
+                }
+            }
+        }
+        let rules = session_rules(&snapshot).await;
+        let outcome = run_qa(&rules.0, &rules.1, &"r1".into(), &"qa".into())
+            .await
+            .unwrap();
+        assert_eq!(outcome.problems, []);
+        assert_eq!(outcome.scores.len(), outcome.episodes);
+    }
+}
+
+async fn session_rules(snapshot: &Snapshot) -> (Session, Vec<SqlFile>) {
+    let session = Session::open(snapshot, options()).await.unwrap();
+    let rules = session.library().rules();
+    (session, rules)
+}
+
+/// The engine relies on the order that files declare: many files, written in an order other than that of their ids, must not confuse it.
+#[tokio::test(flavor = "multi_thread")]
+async fn many_files_are_judged_as_one() {
+    let (_guard, root) = folder();
+    let lake = Lake::open(&root).await.unwrap();
+    let (files, per_file) = (12, 20);
+    for file in (0..files).rev() {
+        let ids: Vec<String> = (0..per_file)
+            .map(|i| format!("e{:04}", i * files + file))
+            .collect();
+        let mut steps = Vec::new();
+        let mut calls = Vec::new();
+        for id in &ids {
+            for index in 0..3 {
+                let status = if index == 1 { "error" } else { "ok" };
+                steps.push(StepRow {
+                    step_index: index,
+                    ..step("r", "2026-01-01", id, status)
+                });
+                // The same look twice, then another one.
+                let hash = if index < 2 { "same" } else { "other" };
+                calls.push(ToolCallRow {
+                    step_index: index,
+                    call_hash: hash.into(),
+                    ..call("r", "2026-01-01", id)
+                });
+            }
+        }
+        let verdicts: Vec<_> = ids
+            .iter()
+            .map(|id| verdict("r", "2026-01-01", id, true))
+            .collect();
+        let episodes: Vec<_> = ids
+            .iter()
+            .map(|id| episode("r", "2026-01-01", id, false))
+            .collect();
+        lake.append(&steps, None).await.unwrap();
+        lake.append(&calls, None).await.unwrap();
+        lake.append(&verdicts, None).await.unwrap();
+        lake.append(&episodes, None).await.unwrap();
+    }
+    let (session, rules) = session_rules(&lake.snapshot().await.unwrap()).await;
+    let numbers = session
+        .sql("SELECT call_number, min(step_index), max(step_index), count(*) FROM ordered_calls GROUP BY call_number ORDER BY 1")
+        .await
+        .unwrap();
+    assert_eq!(
+        text(numbers.text_rows().unwrap()),
+        ["1 0 0 240", "2 1 1 240", "3 2 2 240"]
+    );
+    let outcome = run_qa(&session, &rules, &"r".into(), &"qa".into())
+        .await
+        .unwrap();
+    assert_eq!(outcome.problems, []);
+    let hit: Vec<_> = outcome
+        .rules
+        .iter()
+        .filter(|r| r.findings > 0)
+        .map(|r| (r.rule.as_str(), r.findings, r.out_of))
+        .collect();
+    assert_eq!(hit, [("parse_error", 240, 720), ("useless_look", 240, 720)]);
+    assert!(
+        outcome
+            .scores
+            .iter()
+            .all(|s| s.tier.as_deref() == Some("positive"))
+    );
 }
