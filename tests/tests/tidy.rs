@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap().to_owned()
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .unwrap()
+        .to_owned()
 }
 
 /// Direct dependencies of each crate, dev-dependencies apart.
@@ -15,7 +18,11 @@ fn manifests() -> BTreeMap<String, (BTreeSet<String>, BTreeSet<String>)> {
         let text = std::fs::read_to_string(dir.join("Cargo.toml")).unwrap();
         let manifest: toml::Table = toml::from_str(&text).unwrap();
         let keys = |section: &str| -> BTreeSet<String> {
-            manifest.get(section).and_then(|s| s.as_table()).map(|t| t.keys().cloned().collect()).unwrap_or_default()
+            manifest
+                .get(section)
+                .and_then(|s| s.as_table())
+                .map(|t| t.keys().cloned().collect())
+                .unwrap_or_default()
         };
         let name = dir.file_name().unwrap().to_str().unwrap().to_owned();
         let mut normal = keys("dependencies");
@@ -28,9 +35,19 @@ fn manifests() -> BTreeMap<String, (BTreeSet<String>, BTreeSet<String>)> {
 
 /// Tracked files, by git; an exported tree without git has every file checked.
 fn tracked() -> Vec<PathBuf> {
-    let output = std::process::Command::new("git").args(["ls-files", "-z"]).current_dir(root()).output().unwrap();
+    let output = std::process::Command::new("git")
+        .args(["ls-files", "-z"])
+        .current_dir(root())
+        .output()
+        .unwrap();
     assert!(output.status.success(), "git ls-files failed");
-    let files: Vec<PathBuf> = output.stdout.split(|b| *b == 0).filter(|p| !p.is_empty()).map(|p| root().join(std::str::from_utf8(p).unwrap())).filter(|p| p.exists()).collect();
+    let files: Vec<PathBuf> = output
+        .stdout
+        .split(|b| *b == 0)
+        .filter(|p| !p.is_empty())
+        .map(|p| root().join(std::str::from_utf8(p).unwrap()))
+        .filter(|p| p.exists())
+        .collect();
     assert!(files.len() > 50);
     files
 }
@@ -47,8 +64,13 @@ fn each_heavy_engine_lives_in_its_own_crates() {
     let crates = manifests();
     for (engine, allowed) in homes {
         for (name, (normal, dev)) in &crates {
-            let named = normal.union(dev).any(|d| d == engine || d.starts_with(&format!("{engine}-")));
-            assert!(!named || allowed.contains(&name.as_str()), "crate {name} names {engine}; only {allowed:?} may");
+            let named = normal
+                .union(dev)
+                .any(|d| d == engine || d.starts_with(&format!("{engine}-")));
+            assert!(
+                !named || allowed.contains(&name.as_str()),
+                "crate {name} names {engine}; only {allowed:?} may"
+            );
         }
     }
 }
@@ -63,10 +85,21 @@ fn the_front_door_builds_without_libtorch() {
             continue;
         }
         let (normal, _) = &crates[&name];
-        assert!(!normal.contains("tch"), "drillyard (cli) reaches tch through {name}");
-        todo.extend(normal.iter().filter_map(|d| d.strip_prefix("drillyard-")).map(str::to_owned));
+        assert!(
+            !normal.contains("tch"),
+            "drillyard (cli) reaches tch through {name}"
+        );
+        todo.extend(
+            normal
+                .iter()
+                .filter_map(|d| d.strip_prefix("drillyard-"))
+                .map(str::to_owned),
+        );
     }
-    assert!(seen.contains("lake") && seen.contains("agent"), "the walk saw only {seen:?}");
+    assert!(
+        seen.contains("lake") && seen.contains("agent"),
+        "the walk saw only {seen:?}"
+    );
 }
 
 #[test]
@@ -74,8 +107,19 @@ fn schema_and_credit_math_do_no_io() {
     for name in ["schema", "credit-math"] {
         for path in rust_files(&root().join("crates").join(name).join("src")) {
             let text = std::fs::read_to_string(&path).unwrap();
-            for forbidden in ["std::fs", "std::net", "std::process", "fs_err", "tokio", "std::io"] {
-                assert!(!text.contains(forbidden), "{} names {forbidden}", path.display());
+            for forbidden in [
+                "std::fs",
+                "std::net",
+                "std::process",
+                "fs_err",
+                "tokio",
+                "std::io",
+            ] {
+                assert!(
+                    !text.contains(forbidden),
+                    "{} names {forbidden}",
+                    path.display()
+                );
             }
         }
     }
@@ -83,11 +127,19 @@ fn schema_and_credit_math_do_no_io() {
 
 #[test]
 fn no_public_api_exposes_a_heavy_engine() {
-    let engines: &[(&str, &[&str])] = &[("query", &["datafusion::"]), ("credit", &["polars::"]), ("lake", &["deltalake::"])];
+    let engines: &[(&str, &[&str])] = &[
+        ("query", &["datafusion::"]),
+        ("credit", &["polars::"]),
+        ("lake", &["deltalake::"]),
+    ];
     for (name, paths) in engines {
         for path in rust_files(&root().join("crates").join(name).join("src")) {
             let text = std::fs::read_to_string(&path).unwrap();
-            for line in text.lines().filter(|l| l.trim_start().starts_with("pub use") || l.trim_start().starts_with("pub fn") || l.trim_start().starts_with("pub async fn")) {
+            for line in text.lines().filter(|l| {
+                l.trim_start().starts_with("pub use")
+                    || l.trim_start().starts_with("pub fn")
+                    || l.trim_start().starts_with("pub async fn")
+            }) {
                 for engine in *paths {
                     assert!(!line.contains(engine), "{}: {line}", path.display());
                 }
@@ -98,8 +150,15 @@ fn no_public_api_exposes_a_heavy_engine() {
 
 #[test]
 fn nothing_is_stubbed_or_ignored() {
-    let forbidden = [concat!("to", "do!("), concat!("unimple", "mented!("), concat!("#[", "ignore")];
-    for path in tracked().into_iter().filter(|p| p.extension().is_some_and(|e| e == "rs")) {
+    let forbidden = [
+        concat!("to", "do!("),
+        concat!("unimple", "mented!("),
+        concat!("#[", "ignore"),
+    ];
+    for path in tracked()
+        .into_iter()
+        .filter(|p| p.extension().is_some_and(|e| e == "rs"))
+    {
         let text = std::fs::read_to_string(&path).unwrap();
         for word in forbidden {
             assert!(!text.contains(word), "{} has {word}", path.display());
@@ -110,10 +169,29 @@ fn nothing_is_stubbed_or_ignored() {
 #[test]
 fn every_folder_says_what_belongs_there() {
     let crates = root().join("crates");
-    let mut folders: Vec<PathBuf> = ["pipelines", "crates", "sql", "datasets", "datasets/tasks", "notebooks", "tests"].iter().map(|f| root().join(f)).collect();
-    folders.extend(std::fs::read_dir(crates).unwrap().map(|e| e.unwrap().path()));
+    let mut folders: Vec<PathBuf> = [
+        "pipelines",
+        "crates",
+        "sql",
+        "datasets",
+        "datasets/tasks",
+        "notebooks",
+        "tests",
+    ]
+    .iter()
+    .map(|f| root().join(f))
+    .collect();
+    folders.extend(
+        std::fs::read_dir(crates)
+            .unwrap()
+            .map(|e| e.unwrap().path()),
+    );
     for folder in folders {
-        assert!(folder.join("README.md").exists(), "{} has no README.md", folder.display());
+        assert!(
+            folder.join("README.md").exists(),
+            "{} has no README.md",
+            folder.display()
+        );
     }
 }
 
@@ -122,9 +200,19 @@ fn large_files_are_only_where_they_may_be() {
     for path in tracked() {
         let relative = path.strip_prefix(root()).unwrap().to_owned();
         let size = std::fs::metadata(&path).unwrap().len();
-        let allowed = relative.starts_with("datasets/base") || relative.starts_with("datasets/golden") || relative == Path::new("Cargo.lock");
-        assert!(size <= 1 << 20 || allowed, "{} has {size} bytes", relative.display());
-        assert!(!relative.starts_with("datasets/base") || size <= 8 << 20, "{} has {size} bytes", relative.display());
+        let allowed = relative.starts_with("datasets/base")
+            || relative.starts_with("datasets/golden")
+            || relative == Path::new("Cargo.lock");
+        assert!(
+            size <= 1 << 20 || allowed,
+            "{} has {size} bytes",
+            relative.display()
+        );
+        assert!(
+            !relative.starts_with("datasets/base") || size <= 8 << 20,
+            "{} has {size} bytes",
+            relative.display()
+        );
     }
 }
 

@@ -1,1 +1,60 @@
-fn main() {}
+//! `drillyard`: the front door. Every verb is a file under `commands/`; every stage a file under `stages/`; both are thin, since what
+//! they do lives in the crate of that concern.
+
+mod args;
+mod commands;
+mod context;
+mod endpoint;
+mod stages;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+use drillyard_stage::{Ui, exit};
+
+use crate::args::{Args, Command};
+use crate::context::Context;
+
+fn main() -> ExitCode {
+    let args = Args::parse();
+    let ui = Ui::new(args.quiet);
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .enable_all()
+        .build()
+    {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            ui.error(&format!("the async runtime did not start: {error}"), None);
+            return ExitCode::from(exit::ENVIRONMENT);
+        }
+    };
+    match runtime.block_on(dispatch(args, ui.clone())) {
+        Ok(code) => ExitCode::from(code),
+        Err(failure) => {
+            ui.error(&failure.message, failure.hint.as_deref());
+            ExitCode::from(failure.code)
+        }
+    }
+}
+
+async fn dispatch(args: Args, ui: Ui) -> Result<u8, drillyard_stage::Failure> {
+    if let Command::Sql(sql) = &args.command {
+        return commands::sql::run(&args, sql, &ui).await;
+    }
+    let context = Context::open(&args, ui).await?;
+    match args.command {
+        Command::Rollout(shard) => commands::loop_::rollout(&context, shard).await,
+        Command::Import { path } => commands::import::run(&context, path.as_deref()).await,
+        Command::Qa => commands::loop_::qa(&context).await,
+        Command::Credit => commands::loop_::credit(&context).await,
+        Command::Train => commands::loop_::train(&context).await,
+        Command::Eval => commands::loop_::eval(&context).await,
+        Command::Report { json } => commands::report::run(&context, json),
+        Command::Nights { n } => commands::nights::run(&context, n).await,
+        Command::Control => commands::control::run(&context).await,
+        Command::Base => commands::base::run(&context).await,
+        Command::Limits => commands::limits::run(&context).await,
+        Command::Bench => commands::bench::run(&context).await,
+        Command::Sql(_) => Ok(exit::OK),
+    }
+}

@@ -77,10 +77,13 @@ pub fn assign(
 
     let key = [("episode_id", "episode_id")];
     let weighted = join(frame, weights(&episodes, &scores)?, &key, JoinType::Left);
-    let rewarded = join(weighted, rewards.episodes, &key, JoinType::Left);
-    let advantages = advantage::advantages(rewarded, config.advantage)?
+    // Sorted before the groups' moments are taken, so that they agree to the last bit from run to run.
+    let rewarded = join(weighted, rewards.episodes, &key, JoinType::Left)
         .sort(["group_id", "episode_id"], SortMultipleOptions::default());
-    let advantages = collect(advantages, "advantages")?;
+    let advantages = collect(
+        advantage::advantages(rewarded, config.advantage)?,
+        "advantages",
+    )?;
 
     let scored = advantages.clone().lazy().filter(col("scored"));
     let steps = scan(

@@ -27,12 +27,13 @@ pub fn compose(
     let outcomes = raw
         .clone()
         .filter(col("component").eq(lit("outcome")))
-        .group_by([col("episode_id")])
+        .sort(["episode_id", "value"], SortMultipleOptions::default())
+        .group_by_stable([col("episode_id")])
         .agg([col("value").sum().alias("outcome")]);
     let contributions = contributions(raw, scheme)?;
     let earned = contributions
         .clone()
-        .group_by([col("episode_id")])
+        .group_by_stable([col("episode_id")])
         .agg([col("step_reward").sum().alias("earned")]);
 
     let judged = join(
@@ -159,7 +160,12 @@ fn contributions(raw: LazyFrame, scheme: &Scheme) -> Result<LazyFrame, CreditErr
                 .otherwise(lit(1.0)))
         .alias("step_reward"),
     ])
-    .group_by([col("episode_id"), col("step_index")])
+    // In a fixed order, so that sums agree to the last bit from run to run: joins promise no order.
+    .sort(
+        ["episode_id", "step_index", "component", "step_reward"],
+        SortMultipleOptions::default(),
+    )
+    .group_by_stable([col("episode_id"), col("step_index")])
     .agg([col("step_reward").sum()]))
 }
 

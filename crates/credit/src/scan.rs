@@ -88,8 +88,10 @@ fn scan_file(
         path: file.path.clone(),
         message,
     };
+    // `run_date=…` in a path is Delta's layout, not something to guess a column's type from: the file list has the values.
     let args = ScanArgsParquet {
         glob: false,
+        hive_options: HiveOptions::new_disabled(),
         ..ScanArgsParquet::default()
     };
     let mut frame = LazyFrame::scan_parquet(PlRefPath::new(file.path.as_str()), args)

@@ -65,21 +65,36 @@ impl Registry {
     pub fn open(dir: &Utf8Path, pipeline: &str) -> Result<Self, RegistryError> {
         let path = dir.join(format!("{pipeline}.json"));
         let champion = match fs_err::read_to_string(&path) {
-            Ok(text) => Some(serde_json::from_str(&text).map_err(|e| RegistryError::Broken { path: path.clone(), message: e.to_string() })?),
+            Ok(text) => Some(
+                serde_json::from_str(&text).map_err(|e| RegistryError::Broken {
+                    path: path.clone(),
+                    message: e.to_string(),
+                })?,
+            ),
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => None,
             Err(source) => return Err(RegistryError::Io { path, source }),
         };
-        Ok(Self { path, champion: std::sync::Mutex::new(champion) })
+        Ok(Self {
+            path,
+            champion: std::sync::Mutex::new(champion),
+        })
     }
 
     /// The champion, if one was ever promoted.
     pub fn champion(&self) -> Option<Champion> {
-        self.champion.lock().unwrap_or_else(std::sync::PoisonError::into_inner).clone()
+        self.champion
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .clone()
     }
 
     /// Promotes unless validation falls. Both rates are of the same tasks.
     pub fn decide(&self, champion_success: f64, candidate_success: f64) -> Verdict {
-        if candidate_success >= champion_success { Verdict::Promote } else { Verdict::Refuse }
+        if candidate_success >= champion_success {
+            Verdict::Promote
+        } else {
+            Verdict::Refuse
+        }
     }
 
     /// Makes the checkpoint in `path` the champion.
@@ -87,8 +102,16 @@ impl Registry {
     /// # Errors
     /// When the record can't be written; the old one stands then.
     pub fn promote(&self, path: &Utf8Path, night: u32, reason: &str) -> Result<(), RegistryError> {
-        let mut champion = self.champion.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let next = Champion { path: path.to_owned(), night, reason: reason.to_owned(), previous: champion.as_ref().map(|c| c.path.clone()) };
+        let mut champion = self
+            .champion
+            .lock()
+            .unwrap_or_else(std::sync::PoisonError::into_inner);
+        let next = Champion {
+            path: path.to_owned(),
+            night,
+            reason: reason.to_owned(),
+            previous: champion.as_ref().map(|c| c.path.clone()),
+        };
         let temporary = self.path.with_extension("tmp");
         let write = || -> std::io::Result<()> {
             let mut file = fs_err::File::create(&temporary)?;
@@ -96,7 +119,10 @@ impl Registry {
             file.sync_all()?;
             fs_err::rename(&temporary, &self.path)
         };
-        write().map_err(|source| RegistryError::Io { path: self.path.clone(), source })?;
+        write().map_err(|source| RegistryError::Io {
+            path: self.path.clone(),
+            source,
+        })?;
         *champion = Some(next);
         Ok(())
     }
@@ -120,7 +146,10 @@ mod tests {
         registry.promote("a".into(), 1, "first").unwrap();
         registry.promote("b".into(), 2, "better").unwrap();
         let again = Registry::open(&dir, "p").unwrap().champion().unwrap();
-        assert_eq!((again.path.as_str(), again.night, again.previous.as_deref()), ("b", 2, Some(Utf8Path::new("a"))));
+        assert_eq!(
+            (again.path.as_str(), again.night, again.previous.as_deref()),
+            ("b", 2, Some(Utf8Path::new("a")))
+        );
     }
 
     #[test]
@@ -135,6 +164,9 @@ mod tests {
     fn a_broken_record_is_an_error_not_a_fresh_start() {
         let (_keep, dir) = dir();
         std::fs::write(dir.join("p.json"), "{").unwrap();
-        assert!(matches!(Registry::open(&dir, "p"), Err(RegistryError::Broken { .. })));
+        assert!(matches!(
+            Registry::open(&dir, "p"),
+            Err(RegistryError::Broken { .. })
+        ));
     }
 }

@@ -61,24 +61,44 @@ impl Card {
     pub fn to_text(&self, previous: Option<&Self>) -> String {
         let mut out = String::new();
         let rule = "─".repeat(78);
-        let _ = writeln!(out, "{rule}\nReport card · {} · {}\n{} · Drillyard {} · {}\n{rule}", self.pipeline, self.run_id, self.created_at, self.drillyard_version, self.machine);
+        let _ = writeln!(
+            out,
+            "{rule}\nReport card · {} · {}\n{} · Drillyard {} · {}\n{rule}",
+            self.pipeline, self.run_id, self.created_at, self.drillyard_version, self.machine
+        );
         for section in &self.stages {
-            let how = if section.up_to_date { "up to date".to_owned() } else { format!("{:.1} s", section.seconds) };
+            let how = if section.up_to_date {
+                "up to date".to_owned()
+            } else {
+                format!("{:.1} s", section.seconds)
+            };
             let _ = writeln!(out, "\n{} ({how})", section.stage);
             if !section.read.is_empty() {
-                let read: Vec<String> = section.read.iter().map(|(table, version)| format!("{table}@{version}")).collect();
+                let read: Vec<String> = section
+                    .read
+                    .iter()
+                    .map(|(table, version)| format!("{table}@{version}"))
+                    .collect();
                 let _ = writeln!(out, "  read     {}", read.join(" "));
             }
             if !section.written.is_null() {
                 let _ = writeln!(out, "  wrote    {}", inline(&section.written));
             }
-            let before = previous.and_then(|card| card.stages.iter().find(|s| s.stage == section.stage));
+            let before =
+                previous.and_then(|card| card.stages.iter().find(|s| s.stage == section.stage));
             for (name, value) in section.figures.as_object().into_iter().flatten() {
                 if value.is_null() {
                     continue;
                 }
-                let delta = before.and_then(|s| delta(s.figures.get(name), value)).unwrap_or_default();
-                let _ = writeln!(out, "  {:<24} {}{delta}", name.replace('_', " "), inline(value));
+                let delta = before
+                    .and_then(|s| delta(s.figures.get(name), value))
+                    .unwrap_or_default();
+                let _ = writeln!(
+                    out,
+                    "  {:<24} {}{delta}",
+                    name.replace('_', " "),
+                    inline(value)
+                );
             }
         }
         self.policies(&mut out, previous);
@@ -90,25 +110,53 @@ impl Card {
 
     fn policies(&self, out: &mut String, previous: Option<&Self>) {
         let Some(base) = &self.base else { return };
-        let _ = writeln!(out, "\nheld-out tasks, {} episodes each, temperature {}", base.episodes, base.temperature);
+        let _ = writeln!(
+            out,
+            "\nheld-out tasks, {} episodes each, temperature {}",
+            base.episodes, base.temperature
+        );
         let mut table = Table::new();
         table.load_preset(presets::NOTHING);
         let candidate = self.candidate.as_ref();
-        table.set_header(vec!["", "base", if candidate.is_some() { "candidate" } else { "" }]);
+        table.set_header(vec![
+            "",
+            "base",
+            if candidate.is_some() { "candidate" } else { "" },
+        ]);
         let mut row = |name: &str, show: &dyn Fn(&PolicyFigures) -> String| {
-            table.add_row(vec![name.to_owned(), show(base), candidate.map(show).unwrap_or_default()]);
+            table.add_row(vec![
+                name.to_owned(),
+                show(base),
+                candidate.map(show).unwrap_or_default(),
+            ]);
         };
         row("success", &|p| percent(Some(&p.success)));
-        row("success, families never trained on", &|p| percent(p.unseen.as_ref()));
+        row("success, families never trained on", &|p| {
+            percent(p.unseen.as_ref())
+        });
         for k in base.pass_at.keys().filter(|k| **k > 1) {
-            row(&format!("pass@{k}"), &|p| p.pass_at.get(k).map_or_else(String::new, |v| format!("{:.1} %", v * 100.0)));
+            row(&format!("pass@{k}"), &|p| {
+                p.pass_at
+                    .get(k)
+                    .map_or_else(String::new, |v| format!("{:.1} %", v * 100.0))
+            });
         }
         row("mean steps", &|p| format!("{:.2}", p.mean_steps));
-        row("tool-call accuracy", &|p| format!("{:.1} %", p.tool_accuracy * 100.0));
-        row("successes per 1,000 tokens", &|p| format!("{:.2}", p.success_per_1k_tokens));
-        row("not scored (infrastructure)", &|p| p.infrastructure.to_string());
+        row("tool-call accuracy", &|p| {
+            format!("{:.1} %", p.tool_accuracy * 100.0)
+        });
+        row("successes per 1,000 tokens", &|p| {
+            format!("{:.2}", p.success_per_1k_tokens)
+        });
+        row("not scored (infrastructure)", &|p| {
+            p.infrastructure.to_string()
+        });
         for family in base.families.keys() {
-            row(&format!("· {family}"), &|p| p.families.get(family).map_or_else(String::new, |i| format!("{:.0} % of {}", i.value * 100.0, i.n)));
+            row(&format!("· {family}"), &|p| {
+                p.families.get(family).map_or_else(String::new, |i| {
+                    format!("{:.0} % of {}", i.value * 100.0, i.n)
+                })
+            });
         }
         for column in table.column_iter_mut().skip(1) {
             column.set_cell_alignment(CellAlignment::Right);
@@ -138,7 +186,14 @@ impl Card {
 }
 
 fn percent(interval: Option<&Interval>) -> String {
-    interval.map_or_else(String::new, |i| format!("{:.1} % [{:.1}, {:.1}]", i.value * 100.0, i.lo * 100.0, i.hi * 100.0))
+    interval.map_or_else(String::new, |i| {
+        format!(
+            "{:.1} % [{:.1}, {:.1}]",
+            i.value * 100.0,
+            i.lo * 100.0,
+            i.hi * 100.0
+        )
+    })
 }
 
 /// A value on one line: numbers short, objects as `name value` pairs, long lists counted.
@@ -157,7 +212,11 @@ pub fn inline(value: &Value) -> String {
         Value::String(text) => text.clone(),
         Value::Array(items) if items.len() > 6 => format!("{} items", items.len()),
         Value::Array(items) => items.iter().map(inline).collect::<Vec<_>>().join("; "),
-        Value::Object(map) => map.iter().map(|(k, v)| format!("{} {}", k.replace('_', " "), inline(v))).collect::<Vec<_>>().join(" · "),
+        Value::Object(map) => map
+            .iter()
+            .map(|(k, v)| format!("{} {}", k.replace('_', " "), inline(v)))
+            .collect::<Vec<_>>()
+            .join(" · "),
         other => other.to_string(),
     }
 }
@@ -165,7 +224,13 @@ pub fn inline(value: &Value) -> String {
 fn delta(before: Option<&Value>, now: &Value) -> Option<String> {
     let (before, now) = (before?.as_f64()?, now.as_f64()?);
     let change = now - before;
-    (change.abs() > 1e-9 * now.abs().max(1.0)).then(|| if change.fract() == 0.0 { format!("  ({change:+})") } else { format!("  ({change:+.3})") })
+    (change.abs() > 1e-9 * now.abs().max(1.0)).then(|| {
+        if change.fract() == 0.0 {
+            format!("  ({change:+})")
+        } else {
+            format!("  ({change:+.3})")
+        }
+    })
 }
 
 #[cfg(test)]
@@ -173,7 +238,12 @@ mod tests {
     use super::*;
 
     fn card(success: f64) -> Card {
-        let interval = Interval { value: success, lo: success - 0.05, hi: success + 0.05, n: 400 };
+        let interval = Interval {
+            value: success,
+            lo: success - 0.05,
+            hi: success + 0.05,
+            n: 400,
+        };
         let policy = PolicyFigures {
             policy: "base".into(),
             revision: "r".into(),
@@ -204,7 +274,12 @@ mod tests {
             }],
             base: Some(policy.clone()),
             candidate: Some(policy),
-            difference: Some(Interval { value: 0.2, lo: 0.1, hi: 0.3, n: 400 }),
+            difference: Some(Interval {
+                value: 0.2,
+                lo: 0.1,
+                hi: 0.3,
+                n: 400,
+            }),
             next: "make nights".into(),
         }
     }

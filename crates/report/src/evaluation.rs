@@ -62,7 +62,9 @@ pub fn final_verdicts(verdicts: &[VerdictRow]) -> BTreeMap<&EpisodeId, bool> {
     };
     let mut best: BTreeMap<&EpisodeId, (i32, bool)> = BTreeMap::new();
     for verdict in verdicts {
-        let Some(success) = verdict.success else { continue };
+        let Some(success) = verdict.success else {
+            continue;
+        };
         let rank = rank(&verdict.kind);
         if rank == 3 {
             continue;
@@ -72,16 +74,28 @@ pub fn final_verdicts(verdicts: &[VerdictRow]) -> BTreeMap<&EpisodeId, bool> {
             *entry = (rank, success);
         }
     }
-    best.into_iter().map(|(id, (_, success))| (id, success)).collect()
+    best.into_iter()
+        .map(|(id, (_, success))| (id, success))
+        .collect()
 }
 
 /// Groups scored episodes by task; infrastructure failures and episodes without a verdict are left out.
-pub fn outcomes(episodes: &[EpisodeRow], verdicts: &[VerdictRow], keep: impl Fn(&EpisodeRow) -> bool) -> Outcomes {
+pub fn outcomes(
+    episodes: &[EpisodeRow],
+    verdicts: &[VerdictRow],
+    keep: impl Fn(&EpisodeRow) -> bool,
+) -> Outcomes {
     let verdicts = final_verdicts(verdicts);
     let mut tasks = Outcomes::new();
-    for episode in episodes.iter().filter(|e| e.status == "finished" && keep(e)) {
+    for episode in episodes
+        .iter()
+        .filter(|e| e.status == "finished" && keep(e))
+    {
         if let Some(success) = verdicts.get(&episode.episode_id) {
-            tasks.entry(episode.task_id.to_string()).or_default().push(*success);
+            tasks
+                .entry(episode.task_id.to_string())
+                .or_default()
+                .push(*success);
         }
     }
     tasks
@@ -100,54 +114,97 @@ pub fn success(outcomes: &Outcomes) -> Option<Interval> {
     }
     let n = rates.len() as u64;
     if outcomes.values().all(|runs| runs.len() == 1) {
-        let wins = rates.iter().filter(|r| **r > 0.5).count() as u64;
-        let (lo, hi) = math::wilson_interval(wins, n, 1.96);
-        return Some(Interval { value: wins as f64 / n as f64, lo, hi, n });
+        let wins = rates.iter().filter(|r| **r > 0.5).count();
+        let interval = math::wilson_interval(wins, rates.len())?;
+        return Some(Interval {
+            value: interval.value,
+            lo: interval.lo,
+            hi: interval.hi,
+            n,
+        });
     }
     let (value, lo, hi) = mean_interval(&rates);
-    Some(Interval { value, lo: lo.max(0.0), hi: hi.min(1.0), n })
+    Some(Interval {
+        value,
+        lo: lo.max(0.0),
+        hi: hi.min(1.0),
+        n,
+    })
 }
 
 /// Mean with its normal 95 % interval.
 fn mean_interval(values: &[f64]) -> (f64, f64, f64) {
     let n = values.len() as f64;
     let mean = values.iter().sum::<f64>() / n;
-    let variance = if values.len() > 1 { values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (n - 1.0) } else { 0.0 };
+    let variance = if values.len() > 1 {
+        values.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / (n - 1.0)
+    } else {
+        0.0
+    };
     let half = 1.96 * (variance / n).sqrt();
     (mean, mean - half, mean + half)
 }
 
 /// Mean difference in success rate over the tasks that both attempted, with the paired 95 % interval.
 pub fn paired_difference(base: &Outcomes, candidate: &Outcomes) -> Option<Interval> {
-    let differences: Vec<f64> = candidate.iter().filter_map(|(task, runs)| base.get(task).map(|other| rate(runs) - rate(other))).collect();
+    let differences: Vec<f64> = candidate
+        .iter()
+        .filter_map(|(task, runs)| base.get(task).map(|other| rate(runs) - rate(other)))
+        .collect();
     if differences.is_empty() {
         return None;
     }
     let (value, lo, hi) = mean_interval(&differences);
-    Some(Interval { value, lo, hi, n: differences.len() as u64 })
+    Some(Interval {
+        value,
+        lo,
+        hi,
+        n: differences.len() as u64,
+    })
 }
 
 /// All figures of one policy. `unseen` holds the families never trained on.
-pub fn policy_figures(name: &str, episodes: &[EpisodeRow], verdicts: &[VerdictRow], calls: &[ToolCallRow], unseen: &BTreeSet<String>) -> Option<PolicyFigures> {
+pub fn policy_figures(
+    name: &str,
+    episodes: &[EpisodeRow],
+    verdicts: &[VerdictRow],
+    calls: &[ToolCallRow],
+    unseen: &BTreeSet<String>,
+) -> Option<PolicyFigures> {
     let first = episodes.first()?;
     let seen = outcomes(episodes, verdicts, |e| !unseen.contains(&e.family));
     let apart = outcomes(episodes, verdicts, |e| unseen.contains(&e.family));
     let names: BTreeSet<&String> = episodes.iter().map(|e| &e.family).collect();
     let families = names
         .into_iter()
-        .filter_map(|family| success(&outcomes(episodes, verdicts, |e| e.family == *family)).map(|interval| (family.clone(), interval)))
+        .filter_map(|family| {
+            success(&outcomes(episodes, verdicts, |e| e.family == *family))
+                .map(|interval| (family.clone(), interval))
+        })
         .collect();
 
     let mut pass_at = BTreeMap::new();
     let samples = seen.values().map(Vec::len).min().unwrap_or(0);
     for k in [1, 2, 4, 8].into_iter().filter(|k| *k <= samples) {
-        let estimates: Vec<f64> = seen.values().map(|runs| math::pass_at_k(runs.len() as u64, runs.iter().filter(|s| **s).count() as u64, k as u64)).collect();
-        pass_at.insert(k as u32, estimates.iter().sum::<f64>() / estimates.len() as f64);
+        let estimates: Vec<f64> = seen
+            .values()
+            .filter_map(|runs| math::pass_at_k(runs.len(), runs.iter().filter(|s| **s).count(), k))
+            .collect();
+        pass_at.insert(
+            k as u32,
+            estimates.iter().sum::<f64>() / estimates.len() as f64,
+        );
     }
 
-    let scored: Vec<&EpisodeRow> = episodes.iter().filter(|e| e.status == "finished" && !unseen.contains(&e.family)).collect();
+    let scored: Vec<&EpisodeRow> = episodes
+        .iter()
+        .filter(|e| e.status == "finished" && !unseen.contains(&e.family))
+        .collect();
     let ids: BTreeSet<&EpisodeId> = scored.iter().map(|e| &e.episode_id).collect();
-    let calls: Vec<&ToolCallRow> = calls.iter().filter(|c| ids.contains(&c.episode_id)).collect();
+    let calls: Vec<&ToolCallRow> = calls
+        .iter()
+        .filter(|c| ids.contains(&c.episode_id))
+        .collect();
     let wins: usize = seen.values().flatten().filter(|s| **s).count();
     let tokens: i64 = scored.iter().map(|e| e.generated_tokens).sum();
     Some(PolicyFigures {
@@ -157,9 +214,15 @@ pub fn policy_figures(name: &str, episodes: &[EpisodeRow], verdicts: &[VerdictRo
         success: success(&seen)?,
         unseen: success(&apart),
         pass_at,
-        mean_steps: scored.iter().map(|e| f64::from(e.n_steps)).sum::<f64>() / scored.len().max(1) as f64,
-        tool_accuracy: calls.iter().filter(|c| c.outcome == "ok").count() as f64 / calls.len().max(1) as f64,
-        success_per_1k_tokens: if tokens > 0 { wins as f64 * 1000.0 / tokens as f64 } else { 0.0 },
+        mean_steps: scored.iter().map(|e| f64::from(e.n_steps)).sum::<f64>()
+            / scored.len().max(1) as f64,
+        tool_accuracy: calls.iter().filter(|c| c.outcome == "ok").count() as f64
+            / calls.len().max(1) as f64,
+        success_per_1k_tokens: if tokens > 0 {
+            wins as f64 * 1000.0 / tokens as f64
+        } else {
+            0.0
+        },
         families,
         episodes: episodes.len() as u64,
         infrastructure: episodes.iter().filter(|e| e.status != "finished").count() as u64,
@@ -171,19 +234,34 @@ mod tests {
     use super::*;
 
     fn outcomes_of(rows: &[(&str, &[bool])]) -> Outcomes {
-        rows.iter().map(|(task, runs)| ((*task).to_owned(), runs.to_vec())).collect()
+        rows.iter()
+            .map(|(task, runs)| ((*task).to_owned(), runs.to_vec()))
+            .collect()
     }
 
     #[test]
     fn one_episode_a_task_is_a_proportion() {
-        let interval = success(&outcomes_of(&[("a", &[true]), ("b", &[false]), ("c", &[true]), ("d", &[true])])).unwrap();
+        let interval = success(&outcomes_of(&[
+            ("a", &[true]),
+            ("b", &[false]),
+            ("c", &[true]),
+            ("d", &[true]),
+        ]))
+        .unwrap();
         assert!((interval.value - 0.75).abs() < 1e-12);
-        assert!(interval.lo > 0.2 && interval.hi < 1.0 && interval.n == 4, "{interval:?}");
+        assert!(
+            interval.lo > 0.2 && interval.hi < 1.0 && interval.n == 4,
+            "{interval:?}"
+        );
     }
 
     #[test]
     fn the_difference_pairs_tasks_and_ignores_those_only_one_attempted() {
-        let base = outcomes_of(&[("a", &[false, false]), ("b", &[true, false]), ("only", &[true])]);
+        let base = outcomes_of(&[
+            ("a", &[false, false]),
+            ("b", &[true, false]),
+            ("only", &[true]),
+        ]);
         let candidate = outcomes_of(&[("a", &[true, false]), ("b", &[true, true])]);
         let interval = paired_difference(&base, &candidate).unwrap();
         assert!((interval.value - 0.5).abs() < 1e-12);

@@ -38,7 +38,11 @@ pub struct Failure {
 impl Failure {
     /// A failure without a hint.
     pub fn new(code: u8, message: impl fmt::Display) -> Self {
-        Self { code, message: message.to_string(), hint: None }
+        Self {
+            code,
+            message: message.to_string(),
+            hint: None,
+        }
     }
 
     /// Adds the way out.
@@ -67,7 +71,8 @@ impl Failure {
     pub fn io(path: impl fmt::Display, error: &std::io::Error) -> Self {
         use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem, StorageFull};
         match error.kind() {
-            StorageFull => Self::new(OUTPUT, format!("{path}: the disk is full")).hint("free some space and run the same command again"),
+            StorageFull => Self::new(OUTPUT, format!("{path}: the disk is full"))
+                .hint("free some space and run the same command again"),
             PermissionDenied | ReadOnlyFilesystem => Self::new(OUTPUT, format!("{path}: {error}")),
             _ => Self::new(INPUT, format!("{path}: {error}")),
         }

@@ -15,8 +15,8 @@ mod ui;
 
 pub use exit::Failure;
 pub use pipeline::{
-    CreditConfig, EvalConfig, ImportConfig, LimitsConfig, Method, Pipeline, PolicyConfig, PolicyKind, QaConfig, RewardScheme, RolloutConfig,
-    SandboxSettings, TasksConfig, TrainConfig,
+    CreditConfig, EvalConfig, ImportConfig, LimitsConfig, Method, Pipeline, PolicyConfig,
+    PolicyKind, QaConfig, RewardScheme, RolloutConfig, SandboxSettings, TasksConfig, TrainConfig,
 };
 pub use record::{Outcome, Record, Stage, StageRunner, fingerprint, hash_files};
 pub use ui::{Bar, Ui};

@@ -65,7 +65,12 @@ pub struct TasksConfig {
 
 impl Default for TasksConfig {
     fn default() -> Self {
-        Self { set: "wrangle".to_owned(), train: 400, samples: 8, families: Vec::new() }
+        Self {
+            set: "wrangle".to_owned(),
+            train: 400,
+            samples: 8,
+            families: Vec::new(),
+        }
     }
 }
 
@@ -135,7 +140,11 @@ pub struct RolloutConfig {
 
 impl Default for RolloutConfig {
     fn default() -> Self {
-        Self { concurrency: 64, max_steps: 6, observation_bytes: 4096 }
+        Self {
+            concurrency: 64,
+            max_steps: 6,
+            observation_bytes: 4096,
+        }
     }
 }
 
@@ -151,7 +160,10 @@ pub struct SandboxSettings {
 
 impl Default for SandboxSettings {
     fn default() -> Self {
-        Self { backend: "local".to_owned(), limits: LimitsConfig::default() }
+        Self {
+            backend: "local".to_owned(),
+            limits: LimitsConfig::default(),
+        }
     }
 }
 
@@ -177,7 +189,15 @@ pub struct LimitsConfig {
 
 impl Default for LimitsConfig {
     fn default() -> Self {
-        Self { call_s: 30.0, episode_s: 600.0, cpus: 2.0, memory_mib: 4096, disk_mib: 1024, processes: 256, output_kib: 1024 }
+        Self {
+            call_s: 30.0,
+            episode_s: 600.0,
+            cpus: 2.0,
+            memory_mib: 4096,
+            disk_mib: 1024,
+            processes: 256,
+            output_kib: 1024,
+        }
     }
 }
 
@@ -203,7 +223,10 @@ pub struct QaConfig {
 
 impl Default for QaConfig {
     fn default() -> Self {
-        Self { rules: vec!["sql/qa".into()], block_above: 0.5 }
+        Self {
+            rules: vec!["sql/qa".into()],
+            block_above: 0.5,
+        }
     }
 }
 
@@ -237,7 +260,13 @@ pub struct CreditConfig {
 
 impl Default for CreditConfig {
     fn default() -> Self {
-        Self { scheme: RewardScheme::Signed, gamma: 0.99, normalise: true, pairs_per_task: 4, control: false }
+        Self {
+            scheme: RewardScheme::Signed,
+            gamma: 0.99,
+            normalise: true,
+            pairs_per_task: 4,
+            control: false,
+        }
     }
 }
 
@@ -340,7 +369,13 @@ pub struct EvalConfig {
 
 impl Default for EvalConfig {
     fn default() -> Self {
-        Self { tasks: 400, unseen_tasks: 20, samples: 1, temperature: 1.0, seed: 1_000_003 }
+        Self {
+            tasks: 400,
+            unseen_tasks: 20,
+            samples: 1,
+            temperature: 1.0,
+            seed: 1_000_003,
+        }
     }
 }
 
@@ -371,24 +406,36 @@ impl Pipeline {
     /// # Errors
     /// As [`Self::load`].
     pub fn parse(text: &str, origin: &str, overrides: &[String]) -> Result<Self, Failure> {
-        let mut table: toml::Table = toml::from_str(text).map_err(|e: toml::de::Error| Failure::new(USAGE, format!("{origin}: {}", e.to_string().trim_end())))?;
+        let mut table: toml::Table = toml::from_str(text).map_err(|e: toml::de::Error| {
+            Failure::new(USAGE, format!("{origin}: {}", e.to_string().trim_end()))
+        })?;
         for text in overrides {
             apply(&mut table, text)?;
         }
-        let pipeline: Self = serde_path_to_error::deserialize(toml::Value::Table(table)).map_err(|e| {
-            let path = e.path().to_string();
-            let inner = e.into_inner().to_string();
-            Failure::new(USAGE, format!("{origin}: {path}: {}", inner.trim_end())).hint("every key is described in pipelines/README.md")
-        })?;
+        let pipeline: Self =
+            serde_path_to_error::deserialize(toml::Value::Table(table)).map_err(|e| {
+                let path = e.path().to_string();
+                let inner = e.into_inner().to_string();
+                Failure::new(USAGE, format!("{origin}: {path}: {}", inner.trim_end()))
+                    .hint("every key is described in pipelines/README.md")
+            })?;
         pipeline.check(origin)?;
         Ok(pipeline)
     }
 
     fn check(&self, origin: &str) -> Result<(), Failure> {
-        let wrong = |key: &str, why: String| Err(Failure::new(USAGE, format!("{origin}: {key}: {why}")));
-        let name_ok = !self.name.is_empty() && self.name.chars().all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+        let wrong =
+            |key: &str, why: String| Err(Failure::new(USAGE, format!("{origin}: {key}: {why}")));
+        let name_ok = !self.name.is_empty()
+            && self
+                .name
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
         if !name_ok {
-            return wrong("name", format!("'{}' must be letters, digits, '-' or '_'", self.name));
+            return wrong(
+                "name",
+                format!("'{}' must be letters, digits, '-' or '_'", self.name),
+            );
         }
         let positive: BTreeMap<&str, f64> = [
             ("tasks.samples", f64::from(self.tasks.samples)),
@@ -405,7 +452,11 @@ impl Pipeline {
                 return wrong(key, format!("{value} must be above 0"));
             }
         }
-        for (key, value) in [("policy.mistake_rate", self.policy.mistake_rate), ("credit.gamma", self.credit.gamma), ("qa.block_above", self.qa.block_above)] {
+        for (key, value) in [
+            ("policy.mistake_rate", self.policy.mistake_rate),
+            ("credit.gamma", self.credit.gamma),
+            ("qa.block_above", self.qa.block_above),
+        ] {
             if !(0.0..=1.0).contains(&value) {
                 return wrong(key, format!("{value} must lie between 0 and 1"));
             }
@@ -414,7 +465,10 @@ impl Pipeline {
             return wrong("temperature", "must not be negative".to_owned());
         }
         if self.policy.kind == PolicyKind::Openai && self.policy.base_url.is_none() {
-            return wrong("policy.base_url", "is needed for kind = \"openai\", such as http://127.0.0.1:8000/v1".to_owned());
+            return wrong(
+                "policy.base_url",
+                "is needed for kind = \"openai\", such as http://127.0.0.1:8000/v1".to_owned(),
+            );
         }
         Ok(())
     }
@@ -433,16 +487,29 @@ impl Pipeline {
 /// Applies one `a.b=value` override; the value is TOML, or else text.
 fn apply(table: &mut toml::Table, text: &str) -> Result<(), Failure> {
     let Some((path, value)) = text.split_once('=') else {
-        return Err(Failure::new(USAGE, format!("--set {text}: expected key=value")));
+        return Err(Failure::new(
+            USAGE,
+            format!("--set {text}: expected key=value"),
+        ));
     };
-    let value = toml::from_str::<toml::Table>(&format!("v = {value}")).ok().and_then(|mut t| t.remove("v")).unwrap_or_else(|| toml::Value::String(value.to_owned()));
+    let value = toml::from_str::<toml::Table>(&format!("v = {value}"))
+        .ok()
+        .and_then(|mut t| t.remove("v"))
+        .unwrap_or_else(|| toml::Value::String(value.to_owned()));
     let keys: Vec<&str> = path.trim().split('.').collect();
-    let Some((last, parents)) = keys.split_last() else { return Ok(()) };
+    let Some((last, parents)) = keys.split_last() else {
+        return Ok(());
+    };
     let mut here = table;
     for key in parents {
-        let entry = here.entry((*key).to_owned()).or_insert_with(|| toml::Value::Table(toml::Table::new()));
+        let entry = here
+            .entry((*key).to_owned())
+            .or_insert_with(|| toml::Value::Table(toml::Table::new()));
         let toml::Value::Table(next) = entry else {
-            return Err(Failure::new(USAGE, format!("--set {text}: '{key}' is not a section")));
+            return Err(Failure::new(
+                USAGE,
+                format!("--set {text}: '{key}' is not a section"),
+            ));
         };
         here = next;
     }
@@ -456,30 +523,53 @@ mod tests {
 
     #[test]
     fn an_unknown_key_names_its_path() {
-        let failure = Pipeline::parse("name = \"x\"\n[train]\nlearning_rate = 1\n", "p.toml", &[]).unwrap_err();
+        let failure = Pipeline::parse("name = \"x\"\n[train]\nlearning_rate = 1\n", "p.toml", &[])
+            .unwrap_err();
         assert_eq!(failure.code, USAGE);
-        assert!(failure.message.starts_with("p.toml: train"), "{}", failure.message);
-        assert!(failure.message.contains("learning_rate"), "{}", failure.message);
+        assert!(
+            failure.message.starts_with("p.toml: train"),
+            "{}",
+            failure.message
+        );
+        assert!(
+            failure.message.contains("learning_rate"),
+            "{}",
+            failure.message
+        );
     }
 
     #[test]
     fn a_bad_value_names_its_path() {
-        let failure = Pipeline::parse("name = \"x\"\n[train]\nlr = \"fast\"\n", "p.toml", &[]).unwrap_err();
+        let failure =
+            Pipeline::parse("name = \"x\"\n[train]\nlr = \"fast\"\n", "p.toml", &[]).unwrap_err();
         assert!(failure.message.contains("train.lr"), "{}", failure.message);
     }
 
     #[test]
     fn overrides_beat_the_file() {
-        let overrides = ["train.lr=0.5".to_owned(), "policy.model=elsewhere".to_owned()];
-        let pipeline = Pipeline::parse("name = \"x\"\n[train]\nlr = 0.1\n", "p.toml", &overrides).unwrap();
+        let overrides = [
+            "train.lr=0.5".to_owned(),
+            "policy.model=elsewhere".to_owned(),
+        ];
+        let pipeline =
+            Pipeline::parse("name = \"x\"\n[train]\nlr = 0.1\n", "p.toml", &overrides).unwrap();
         assert!((pipeline.train.lr - 0.5).abs() < 1e-12);
         assert_eq!(pipeline.policy.model, "elsewhere");
     }
 
     #[test]
     fn nonsense_is_refused() {
-        for text in ["name = \"a b\"", "name = \"x\"\n[tasks]\nsamples = 0", "name = \"x\"\n[policy]\nkind = \"openai\"", "name = \"x\"\n[credit]\ngamma = 2.0"] {
-            assert_eq!(Pipeline::parse(text, "p.toml", &[]).unwrap_err().code, USAGE, "{text}");
+        for text in [
+            "name = \"a b\"",
+            "name = \"x\"\n[tasks]\nsamples = 0",
+            "name = \"x\"\n[policy]\nkind = \"openai\"",
+            "name = \"x\"\n[credit]\ngamma = 2.0",
+        ] {
+            assert_eq!(
+                Pipeline::parse(text, "p.toml", &[]).unwrap_err().code,
+                USAGE,
+                "{text}"
+            );
         }
     }
 }

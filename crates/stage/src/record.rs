@@ -78,10 +78,15 @@ pub fn fingerprint(stage: &str, version: i32, inputs: &BTreeMap<String, String>)
 ///
 /// # Errors
 /// When a folder or file can't be read.
-pub fn hash_files<'a>(dirs: impl IntoIterator<Item = &'a Utf8Path>, extension: &str) -> Result<String, Failure> {
+pub fn hash_files<'a>(
+    dirs: impl IntoIterator<Item = &'a Utf8Path>,
+    extension: &str,
+) -> Result<String, Failure> {
     let mut files = Vec::new();
     for dir in dirs {
-        let entries = dir.read_dir_utf8().map_err(|e| Failure::new(INPUT, format!("{dir}: {e}")))?;
+        let entries = dir
+            .read_dir_utf8()
+            .map_err(|e| Failure::new(INPUT, format!("{dir}: {e}")))?;
         for entry in entries {
             let path = entry.map_err(|e| Failure::io(&dir, &e))?.into_path();
             if path.extension() == Some(extension) {
@@ -107,7 +112,12 @@ fn now() -> Timestamp {
 impl StageRunner {
     /// A runner that records in `lake`.
     pub fn new(lake: Lake, ui: Ui, pipeline: impl Into<String>, config: Value) -> Self {
-        Self { lake, ui, pipeline: pipeline.into(), config }
+        Self {
+            lake,
+            ui,
+            pipeline: pipeline.into(),
+            config,
+        }
     }
 
     /// Every recorded execution, oldest first.
@@ -115,8 +125,15 @@ impl StageRunner {
     /// # Errors
     /// When the lake can't be read.
     pub async fn history(&self) -> Result<Vec<RunRow>, Failure> {
-        let snapshot = self.lake.snapshot().await.map_err(|e| Failure::from_error(INPUT, &e))?;
-        let mut rows: Vec<RunRow> = snapshot.read(&Filter::default()).await.map_err(|e| Failure::from_error(INPUT, &e))?;
+        let snapshot = self
+            .lake
+            .snapshot()
+            .await
+            .map_err(|e| Failure::from_error(INPUT, &e))?;
+        let mut rows: Vec<RunRow> = snapshot
+            .read(&Filter::default())
+            .await
+            .map_err(|e| Failure::from_error(INPUT, &e))?;
         rows.sort_by_key(|r| r.started_at);
         Ok(rows)
     }
@@ -127,7 +144,11 @@ impl StageRunner {
     /// When the lake can't be read.
     pub async fn latest(&self, stage: &str, run_id: &RunId) -> Result<Option<Record>, Failure> {
         let rows = self.history().await?;
-        Ok(rows.into_iter().rev().find(|r| r.stage == stage && r.run_id == *run_id && r.status == "succeeded").map(|row| Record::of(row, true)))
+        Ok(rows
+            .into_iter()
+            .rev()
+            .find(|r| r.stage == stage && r.run_id == *run_id && r.status == "succeeded")
+            .map(|row| Record::of(row, true)))
     }
 
     /// Runs `stage` for `run_id`, or finds that an earlier execution with the same fingerprint still stands.
@@ -137,21 +158,44 @@ impl StageRunner {
     pub async fn run<S: Stage>(&self, stage: &S, run_id: &RunId) -> Result<Record, Failure> {
         let fingerprint = fingerprint(S::NAME, S::VERSION, &stage.inputs());
         let earlier = self.history().await?.into_iter().rev().find(|r| {
-            r.stage == S::NAME && r.run_id == *run_id && r.fingerprint == fingerprint && r.status == "succeeded"
+            r.stage == S::NAME
+                && r.run_id == *run_id
+                && r.fingerprint == fingerprint
+                && r.status == "succeeded"
         });
-        if let Some(record) = earlier.map(|row| Record::of(row, true)).filter(|record| stage.is_intact(record)) {
-            self.ui.note(format!("{:>10} up to date, nothing to redo", S::NAME));
+        if let Some(record) = earlier
+            .map(|row| Record::of(row, true))
+            .filter(|record| stage.is_intact(record))
+        {
+            self.ui
+                .note(format!("{:>10} up to date, nothing to redo", S::NAME));
             return Ok(record);
         }
 
         let started_at = now();
-        let stage_run = StageRunId(derive_id(&["stage_run", S::NAME, run_id.as_str(), &fingerprint, &started_at.0.to_string()], 16));
+        let stage_run = StageRunId(derive_id(
+            &[
+                "stage_run",
+                S::NAME,
+                run_id.as_str(),
+                &fingerprint,
+                &started_at.0.to_string(),
+            ],
+            16,
+        ));
         let result = stage.run(&stage_run).await;
         let (status, outcome) = match &result {
             Ok(outcome) => ("succeeded", outcome.clone()),
             Err(failure) => {
-                let figures = serde_json::json!({ "error": failure.message, "exit_code": failure.code });
-                ("failed", Outcome { figures, ..Outcome::default() })
+                let figures =
+                    serde_json::json!({ "error": failure.message, "exit_code": failure.code });
+                (
+                    "failed",
+                    Outcome {
+                        figures,
+                        ..Outcome::default()
+                    },
+                )
             }
         };
         let row = RunRow {
@@ -180,7 +224,11 @@ impl StageRunner {
 impl Record {
     fn of(row: RunRow, skipped: bool) -> Self {
         let figures = serde_json::from_str(&row.figures).unwrap_or_default();
-        Self { row, skipped, figures }
+        Self {
+            row,
+            skipped,
+            figures,
+        }
     }
 
     /// What the execution wrote.

@@ -27,8 +27,16 @@ impl Ui {
     /// Progress bars on a terminal, a plain line every ten seconds elsewhere; `quiet` keeps only warnings and errors.
     pub fn new(quiet: bool) -> Self {
         let fancy = std::io::stderr().is_terminal() && !quiet;
-        let target = if fancy { ProgressDrawTarget::stderr_with_hz(8) } else { ProgressDrawTarget::hidden() };
-        Self { bars: MultiProgress::with_draw_target(target), fancy, quiet }
+        let target = if fancy {
+            ProgressDrawTarget::stderr_with_hz(8)
+        } else {
+            ProgressDrawTarget::hidden()
+        };
+        Self {
+            bars: MultiProgress::with_draw_target(target),
+            fancy,
+            quiet,
+        }
     }
 
     fn line(&self, text: &str) {
@@ -73,7 +81,9 @@ impl Ui {
     /// A progress bar over `total` things.
     pub fn bar(&self, label: &str, total: u64) -> Bar {
         let bar = self.bars.add(ProgressBar::new(total));
-        if let Ok(style) = ProgressStyle::with_template("{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len} {msg} eta {eta}") {
+        if let Ok(style) = ProgressStyle::with_template(
+            "{prefix:>10} {wide_bar:.cyan/dim} {pos}/{len} {msg} eta {eta}",
+        ) {
             bar.set_style(style.progress_chars("━━╌"));
         }
         bar.set_prefix(label.to_owned());
@@ -81,7 +91,13 @@ impl Ui {
             bar.enable_steady_tick(Duration::from_millis(250));
         }
         let now = Instant::now();
-        Bar { ui: self.clone(), bar, label: label.to_owned(), started: now, last_line: Arc::new(Mutex::new(now)) }
+        Bar {
+            ui: self.clone(),
+            bar,
+            label: label.to_owned(),
+            started: now,
+            last_line: Arc::new(Mutex::new(now)),
+        }
     }
 }
 
@@ -103,11 +119,17 @@ impl Bar {
         if self.ui.fancy || self.ui.quiet {
             return;
         }
-        let Ok(mut last) = self.last_line.lock() else { return };
+        let Ok(mut last) = self.last_line.lock() else {
+            return;
+        };
         if last.elapsed() >= PLAIN_INTERVAL {
             *last = Instant::now();
             let total = self.bar.length().unwrap_or(0);
-            self.ui.line(&format!("{:>10} {position}/{total} {}", self.label, self.bar.message()));
+            self.ui.line(&format!(
+                "{:>10} {position}/{total} {}",
+                self.label,
+                self.bar.message()
+            ));
         }
     }
 
@@ -119,6 +141,11 @@ impl Bar {
     /// Takes the bar away and says how it ended.
     pub fn finish(&self, message: impl AsRef<str>) {
         self.bar.finish_and_clear();
-        self.ui.note(format!("{:>10} {} ({:.1} s)", self.label, message.as_ref(), self.started.elapsed().as_secs_f64()));
+        self.ui.note(format!(
+            "{:>10} {} ({:.1} s)",
+            self.label,
+            message.as_ref(),
+            self.started.elapsed().as_secs_f64()
+        ));
     }
 }

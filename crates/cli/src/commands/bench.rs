@@ -1,0 +1,185 @@
+//! `drillyard bench`: figures as JSON lines, each beside a baseline measured in the same run.
+
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use drillyard_agent::{Policy, RolloutOptions, Silent, rollout};
+use drillyard_lake::Lake;
+use drillyard_sandbox::{Call, Pool, Setup};
+use drillyard_schema::{Purpose, RunId, Split};
+use drillyard_stage::Failure;
+use drillyard_stage::exit::{ENVIRONMENT, OK, OUTPUT};
+use serde_json::json;
+
+use crate::context::{Context, absolute};
+use crate::stages::{sandbox_config, tasks};
+
+/// Repetitions of a latency measurement.
+const REPEATS: usize = 200;
+/// Scripted episodes of the throughput measurement.
+const EPISODES: usize = 600;
+
+fn median(mut samples: Vec<Duration>) -> f64 {
+    samples.sort();
+    samples
+        .get(samples.len() / 2)
+        .map_or(0.0, |d| d.as_secs_f64() * 1e3)
+}
+
+/// Measures and prints.
+pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
+    let environment = |e: drillyard_sandbox::SandboxError| Failure::from_error(ENVIRONMENT, &e);
+    let line = |bench: &str, value: f64, unit: &str, baseline: &str, baseline_value: f64| {
+        let ratio = if baseline_value > 0.0 {
+            Some(value / baseline_value)
+        } else {
+            None
+        };
+        let text = json!({ "bench": bench, "value": value, "unit": unit, "baseline": baseline, "baseline_value": baseline_value, "ratio": ratio });
+        context
+            .ui
+            .data(&format!("{text}\n"))
+            .map_err(|e| Failure::io("standard output", &e))
+    };
+
+    let mut bare = Vec::new();
+    for _ in 0..REPEATS {
+        let started = Instant::now();
+        Command::new("/bin/true")
+            .status()
+            .map_err(|e| Failure::io("/bin/true", &e))?;
+        bare.push(started.elapsed());
+    }
+    let bare = median(bare);
+    let bubblewrap = bubblewrap();
+
+    let config = sandbox_config(&context.pipeline)?;
+    let cold = Pool::start(drillyard_sandbox::SandboxConfig {
+        pool_size: 0,
+        ..config.clone()
+    })
+    .await
+    .map_err(environment)?;
+    let mut create = Vec::new();
+    for _ in 0..REPEATS {
+        let started = Instant::now();
+        let sandbox = cold.lease(&Setup::default()).await.map_err(environment)?;
+        create.push(started.elapsed());
+        drop(sandbox);
+    }
+    drop(cold);
+    let create = median(create);
+    line("sandbox_create_p50_ms", create, "ms", "fork+exec", bare)?;
+    if let Some(bubblewrap) = bubblewrap {
+        line(
+            "sandbox_create_p50_ms",
+            create,
+            "ms",
+            "bubblewrap",
+            bubblewrap,
+        )?;
+    } else {
+        context
+            .ui
+            .warn("bubblewrap is not installed; its side of the comparison is left out");
+    }
+
+    let pool = Pool::start(config).await.map_err(environment)?;
+    let mut sandbox = pool.lease(&Setup::default()).await.map_err(environment)?;
+    let (mut calls, mut resets) = (Vec::new(), Vec::new());
+    for _ in 0..REPEATS {
+        let started = Instant::now();
+        sandbox
+            .call(Call::Exec {
+                argv: vec!["/bin/true".to_owned()],
+                stdin: Vec::new(),
+                timeout: None,
+            })
+            .await
+            .map_err(environment)?;
+        calls.push(started.elapsed());
+    }
+    for _ in 0..REPEATS / 4 {
+        sandbox
+            .call(Call::shell("for i in $(seq 100); do echo $i > f$i; done"))
+            .await
+            .map_err(environment)?;
+        let started = Instant::now();
+        sandbox.reset().await.map_err(environment)?;
+        resets.push(started.elapsed());
+    }
+    line("tool_call_p50_ms", median(calls), "ms", "fork+exec", bare)?;
+    line(
+        "reset_100_files_p50_ms",
+        median(resets),
+        "ms",
+        "sandbox_create",
+        create,
+    )?;
+    drop(sandbox);
+
+    let dir = absolute(&context.pipeline.dir("bench"))?;
+    let _ = fs_err::remove_dir_all(&dir);
+    fs_err::create_dir_all(&dir).map_err(|e| crate::context::output(&dir, &e))?;
+    let lake = Lake::open(&dir.join("lake"))
+        .await
+        .map_err(|e| Failure::from_error(OUTPUT, &e))?;
+    let options = RolloutOptions {
+        concurrency: 16,
+        ..RolloutOptions::new(
+            RunId::from("bench"),
+            "2026-01-01",
+            Purpose::Train,
+            tasks(&context.pipeline, Split::Train, EPISODES, 1)?,
+            Policy::expert(0.5),
+            dir.join("journal"),
+        )
+    };
+    let summary = rollout(options, &lake, &pool, &Silent)
+        .await
+        .map_err(|e| Failure::from_error(ENVIRONMENT, &e))?;
+    // Three calls' worth of bare processes is the least an episode could cost on one core.
+    line(
+        "scripted_episodes_per_second",
+        summary.done as f64 / summary.wall_s,
+        "1/s",
+        "bare processes, three an episode",
+        1000.0 / (3.0 * bare),
+    )?;
+    line(
+        "writer_steps_per_second",
+        summary.steps as f64 / summary.wall_s,
+        "1/s",
+        "scripted_episodes_per_second",
+        summary.done as f64 / summary.wall_s,
+    )?;
+    let _ = fs_err::remove_dir_all(&dir);
+    Ok(OK)
+}
+
+/// Median time of a bubblewrap sandbox around /bin/true, where it is installed.
+fn bubblewrap() -> Option<f64> {
+    let mut samples = Vec::new();
+    for _ in 0..REPEATS / 4 {
+        let started = Instant::now();
+        let status = Command::new("bwrap")
+            .args([
+                "--unshare-all",
+                "--ro-bind",
+                "/",
+                "/",
+                "--proc",
+                "/proc",
+                "--dev",
+                "/dev",
+                "/bin/true",
+            ])
+            .status()
+            .ok()?;
+        if !status.success() {
+            return None;
+        }
+        samples.push(started.elapsed());
+    }
+    Some(median(samples))
+}

@@ -1,0 +1,158 @@
+//! The loop: rollout, qa, credit, train, eval. Each verb brings what comes before it up to date where that is cheap, and never runs
+//! episodes behind the user's back.
+
+use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OK};
+use drillyard_stage::{Failure, Record};
+
+use super::report;
+use crate::args::ShardArgs;
+use crate::context::{Context, Run};
+use crate::stages::{CreditStage, EvalStage, PolicySpec, QaStage, RolloutStage, TrainStage};
+
+/// Runs episodes.
+pub(crate) async fn rollout(context: &Context, shard: ShardArgs) -> Result<u8, Failure> {
+    let policy = PolicySpec::of(&context.pipeline, "base", None, None)?;
+    let stage = RolloutStage::new(context, policy, 0, shard.shard)?;
+    let run = stage.run_identity().clone();
+    let record = context.runner.run(&stage, &run.run_id).await?;
+    context.set_current(&run)?;
+    summary(context, &record, "qa")?;
+    Ok(OK)
+}
+
+/// Judges the current episodes.
+pub(crate) async fn qa(context: &Context) -> Result<u8, Failure> {
+    let run = context.current()?;
+    let record = judged(context, &run).await?;
+    summary(context, &record, "train")?;
+    Ok(OK)
+}
+
+/// Assigns credit.
+pub(crate) async fn credit(context: &Context) -> Result<u8, Failure> {
+    let run = context.current()?;
+    let qa = judged(context, &run).await?;
+    let record = context
+        .runner
+        .run(
+            &CreditStage::new(context, run.clone(), &qa, false),
+            &run.run_id,
+        )
+        .await?;
+    summary(context, &record, "train")?;
+    Ok(OK)
+}
+
+/// Credit, training, evaluation, report card.
+pub(crate) async fn train(context: &Context) -> Result<u8, Failure> {
+    let run = context.current()?;
+    let source = source(context, &run).await?;
+    let qa = judged(context, &run).await?;
+    let credit = context
+        .runner
+        .run(
+            &CreditStage::new(context, run.clone(), &qa, false),
+            &run.run_id,
+        )
+        .await?;
+    let stage = TrainStage::new(context, run.clone(), &credit, &qa, None)?;
+    let trained = context.runner.run(&stage, &run.run_id).await?;
+    let mut records = vec![source, qa, credit, trained];
+    let next = if source_is_import(&records) {
+        format!(
+            "drillyard --pipeline PIPELINE sql \"SELECT * FROM fail_reasons_by_family\"   # pipeline {}",
+            context.pipeline.name
+        )
+    } else {
+        records.push(evaluated(context, &run, stage.checkpoint()?.as_str()).await?);
+        "make control   # the same training on permuted outcomes; or make nights N=3".to_owned()
+    };
+    let records: Vec<&Record> = records.iter().collect();
+    report::finish(context, &run, &records, &next)?;
+    Ok(OK)
+}
+
+/// Evaluates base and candidate.
+pub(crate) async fn eval(context: &Context) -> Result<u8, Failure> {
+    let run = context.current()?;
+    let trained = context
+        .runner
+        .latest("train", &run.run_id)
+        .await?
+        .ok_or_else(|| {
+            Failure::new(INPUT, "there is no candidate to evaluate")
+                .hint("run `make train`; it evaluates as well")
+        })?;
+    let checkpoint = trained.written()["checkpoint"]
+        .as_str()
+        .unwrap_or_default()
+        .to_owned();
+    let evaluated = evaluated(context, &run, &checkpoint).await?;
+    report::finish(context, &run, &[&trained, &evaluated], "make control")?;
+    Ok(OK)
+}
+
+fn source_is_import(records: &[Record]) -> bool {
+    records.first().is_some_and(|r| r.row.stage == "import")
+}
+
+/// The rollout or import that brought the episodes.
+pub(crate) async fn source(context: &Context, run: &Run) -> Result<Record, Failure> {
+    for stage in ["rollout", "import"] {
+        if let Some(record) = context.runner.latest(stage, &run.run_id).await? {
+            return Ok(record);
+        }
+    }
+    Err(
+        Failure::new(NOTHING_TO_DO, format!("run {} never ended", run.run_id))
+            .hint("run `make rollout` again; it goes on where it stopped"),
+    )
+}
+
+/// QA of a run, up to date.
+pub(crate) async fn judged(context: &Context, run: &Run) -> Result<Record, Failure> {
+    let source = source(context, run).await?;
+    context
+        .runner
+        .run(&QaStage::new(context, run.clone(), &source)?, &run.run_id)
+        .await
+}
+
+/// The held-out evaluation of the pipeline's own policy and a candidate.
+pub(crate) async fn evaluated(
+    context: &Context,
+    run: &Run,
+    candidate: &str,
+) -> Result<Record, Failure> {
+    let temperature = Some(context.pipeline.eval.temperature);
+    let base = PolicySpec::of(&context.pipeline, "base", None, temperature)?;
+    let candidate = PolicySpec::of(&context.pipeline, "candidate", Some(candidate), temperature)?;
+    let stage = EvalStage::held_out(context, vec![base, candidate])?;
+    context.runner.run(&stage, &run.run_id).await
+}
+
+/// What a single verb ends with.
+fn summary(context: &Context, record: &Record, next: &str) -> Result<(), Failure> {
+    let section = report::section(record);
+    let mut text = format!(
+        "{} {}\n",
+        section.stage,
+        if section.up_to_date {
+            "was up to date"
+        } else {
+            "is done"
+        }
+    );
+    for (name, value) in section.figures.as_object().into_iter().flatten() {
+        text.push_str(&format!(
+            "  {:<24} {}\n",
+            name.replace('_', " "),
+            drillyard_report::inline(value)
+        ));
+    }
+    text.push_str(&format!("next: make {next}\n"));
+    context
+        .ui
+        .data(&text)
+        .map_err(|e| Failure::io(&"standard output", &e))
+}

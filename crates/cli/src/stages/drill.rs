@@ -1,0 +1,405 @@
+//! Running episodes of one policy: what rollout and evaluation share.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::context::{Context, Run, absolute};
+use crate::endpoint::Endpoint;
+use camino::{Utf8Path, Utf8PathBuf};
+use drillyard_agent::{
+    OpenAiConfig, Policy, RolloutOptions, RolloutSummary, Sampling, Shard, Stop, ToolProtocol,
+    rollout,
+};
+use drillyard_gym::{TaskSet, Toolset, task_set};
+use drillyard_render::Tokenizer;
+use drillyard_sandbox::{Image, Limits, Pool, SandboxConfig};
+use drillyard_schema::{Purpose, Split, Task};
+use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, OUTPUT, USAGE};
+use drillyard_stage::{Failure, Pipeline, PolicyConfig, PolicyKind};
+
+/// A policy as a run knows it before anything is started.
+#[derive(Debug, Clone)]
+pub(crate) struct PolicySpec {
+    /// What reports call it.
+    pub name: String,
+    /// The pipeline's settings, with this policy's model and temperature.
+    pub config: PolicyConfig,
+    /// Hash of the checkpoint, or the endpoint's address and model.
+    pub revision: String,
+}
+
+/// Hash over the files that decide what a checkpoint says.
+pub(crate) fn revision_of(model: &Utf8Path) -> Result<String, Failure> {
+    let mut hasher = blake3::Hasher::new();
+    for name in [
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    ] {
+        let path = model.join(name);
+        let content = fs_err::read(&path).map_err(|e| {
+            Failure::new(INPUT, format!("{path}: {}", e.kind())).hint("a checkpoint folder holds config.json, model.safetensors, tokenizer.json and chat_template.jinja; datasets/base is the embedded one")
+        })?;
+        hasher.update(name.as_bytes());
+        hasher.update(&(content.len() as u64).to_le_bytes());
+        hasher.update(&content);
+    }
+    Ok(hasher.finalize().to_hex()[..16].to_owned())
+}
+
+impl PolicySpec {
+    /// The pipeline's policy, by `name`; `model` and `temperature` replace its own.
+    pub(crate) fn of(
+        pipeline: &Pipeline,
+        name: &str,
+        model: Option<&str>,
+        temperature: Option<f64>,
+    ) -> Result<Self, Failure> {
+        let mut config = pipeline.policy.clone();
+        if let Some(model) = model {
+            model.clone_into(&mut config.model);
+        }
+        if let Some(temperature) = temperature {
+            config.temperature = temperature;
+        }
+        let revision = match config.kind {
+            PolicyKind::Checkpoint => revision_of(Utf8Path::new(&config.model))?,
+            PolicyKind::Openai => format!(
+                "{} at {}",
+                config.model,
+                config.base_url.as_deref().unwrap_or_default()
+            ),
+            PolicyKind::Expert => format!("expert, mistake rate {}", config.mistake_rate),
+        };
+        Ok(Self {
+            name: name.to_owned(),
+            config,
+            revision,
+        })
+    }
+
+    /// Starts what has to run for the policy to answer.
+    async fn start(
+        &self,
+        context: &Context,
+        max_batch: usize,
+    ) -> Result<(Policy, Option<Endpoint>), Failure> {
+        let wrong = |e: drillyard_agent::PolicyError| Failure::from_error(USAGE, &e);
+        match self.config.kind {
+            PolicyKind::Expert => Ok((Policy::expert(self.config.mistake_rate), None)),
+            PolicyKind::Openai => {
+                let base_url = self.config.base_url.clone().unwrap_or_default();
+                let protocol = if self.config.native_tools {
+                    ToolProtocol::Native
+                } else {
+                    ToolProtocol::Text
+                };
+                let api_key = match &self.config.api_key_env {
+                    Some(variable) => Some(env::var(variable).map_err(|_| {
+                        Failure::new(
+                            USAGE,
+                            format!("policy.api_key_env: the environment has no {variable}"),
+                        )
+                        .hint(format!(
+                            "export {variable}=…, or remove the key from the pipeline"
+                        ))
+                    })?),
+                    None => None,
+                };
+                let config = OpenAiConfig {
+                    api_key,
+                    ..OpenAiConfig::plain(base_url, self.config.model.clone(), protocol)
+                };
+                Ok((
+                    Policy::openai(self.name.clone(), config).map_err(wrong)?,
+                    None,
+                ))
+            }
+            PolicyKind::Checkpoint => {
+                let endpoint = Endpoint::start(
+                    Utf8Path::new(&self.config.model),
+                    self.config.threads,
+                    max_batch,
+                    &context.ui,
+                )
+                .await?;
+                let config = OpenAiConfig::drillyard(
+                    &endpoint.address,
+                    endpoint.model.clone(),
+                    endpoint.weights_hash.clone(),
+                );
+                Ok((
+                    Policy::openai(self.name.clone(), config).map_err(wrong)?,
+                    Some(endpoint),
+                ))
+            }
+        }
+    }
+}
+
+/// Episodes of one policy on a list of tasks.
+pub(crate) struct Drill<'a> {
+    /// The front door's context.
+    pub context: &'a Context,
+    /// The run the episodes belong to.
+    pub run: Run,
+    /// What they are for.
+    pub purpose: Purpose,
+    /// What is asked.
+    pub tasks: Vec<Task>,
+    /// Episodes per task.
+    pub samples: u32,
+    /// Who answers.
+    pub policy: PolicySpec,
+    /// Seed of the episodes.
+    pub seed: u64,
+    /// The part of the work done here.
+    pub shard: Option<(u32, u32)>,
+    /// What the progress bar is called.
+    pub label: String,
+}
+
+impl Drill<'_> {
+    /// Runs every episode that the lake does not hold yet.
+    ///
+    /// # Errors
+    /// A policy, sandbox or lake that can't be used, or a stop by the user.
+    pub(crate) async fn execute(&self) -> Result<RolloutSummary, Failure> {
+        let pipeline = &self.context.pipeline;
+        let pool = Pool::start(sandbox_config(pipeline)?)
+            .await
+            .map_err(|e| Failure::from_error(ENVIRONMENT, &e))?;
+        let (policy, endpoint) = self
+            .policy
+            .start(self.context, pipeline.rollout.concurrency)
+            .await?;
+        let tokenizer = match self.policy.config.kind {
+            PolicyKind::Checkpoint => {
+                let dir = Utf8Path::new(&self.policy.config.model);
+                Some(Arc::new(
+                    Tokenizer::load(dir).map_err(|e| Failure::from_error(INPUT, &e))?,
+                ))
+            }
+            _ => None,
+        };
+        let stop = Stop::new();
+        stop.on_ctrl_c();
+        let (index, count) = self.shard.or_else(shard_of_environment).unwrap_or((0, 1));
+        let options = RolloutOptions {
+            samples: self.samples,
+            sampling: Sampling {
+                temperature: self.policy.config.temperature,
+                top_p: 1.0,
+                max_tokens: self.policy.config.max_tokens,
+            },
+            seed: self.seed,
+            concurrency: pipeline.rollout.concurrency,
+            max_steps: pipeline.rollout.max_steps,
+            observation_bytes: pipeline.rollout.observation_bytes,
+            call_timeout: Duration::from_secs_f64(pipeline.sandbox.limits.call_s),
+            episode_timeout: Duration::from_secs_f64(pipeline.sandbox.limits.episode_s),
+            tokenizer,
+            shard: Shard { index, count },
+            artifacts_dir: Some(self.context.dir("artifacts")?),
+            stop: stop.clone(),
+            ..RolloutOptions::new(
+                self.run.run_id.clone(),
+                self.run.run_date.clone(),
+                self.purpose,
+                self.tasks.clone(),
+                policy,
+                self.context.dir("journal")?.join(self.run.run_id.as_str()),
+            )
+        };
+        let bar = self.context.ui.bar(
+            &self.label,
+            self.tasks.len() as u64 * u64::from(self.samples),
+        );
+        let result = rollout(options, &self.context.lake, &pool, &bar).await;
+        if let Some(endpoint) = endpoint {
+            endpoint.stop().await;
+        }
+        drop(pool);
+        let summary = result.map_err(|e| agent_failure(&e))?;
+        bar.finish(format!(
+            "{} episodes · {} · {:.1} episodes/s · {:.0} tokens/s{}",
+            summary.done,
+            summary.success_rate().map_or_else(
+                || "nothing scored".to_owned(),
+                |rate| format!("{:.1} % success", rate * 100.0)
+            ),
+            summary.done as f64 / summary.wall_s.max(1e-3),
+            summary.generated_tokens as f64 / summary.wall_s.max(1e-3),
+            if summary.earlier > 0 {
+                format!(" · {} were in the lake already", summary.earlier)
+            } else {
+                String::new()
+            },
+        ));
+        for (reason, cause) in &summary.causes {
+            self.context.ui.warn(format!("{reason}: {cause}"));
+        }
+        if !summary.is_complete() {
+            return Err(Failure::new(
+                INTERRUPTED,
+                format!("stopped with {} episodes left", summary.left),
+            )
+            .hint("run the same command again to go on where this stopped"));
+        }
+        Ok(summary)
+    }
+}
+
+/// The settings of the sandboxes as the sandbox crate takes them.
+pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failure> {
+    let settings = &pipeline.sandbox;
+    if settings.backend != "local" {
+        return Err(Failure::new(
+            USAGE,
+            format!("sandbox.backend: '{}' is not known", settings.backend),
+        )
+        .hint("the backend is \"local\""));
+    }
+    let limits = &settings.limits;
+    Ok(SandboxConfig {
+        image: Image::Host,
+        limits: Limits {
+            call_timeout: Duration::from_secs_f64(limits.call_s),
+            episode_timeout: Duration::from_secs_f64(limits.episode_s),
+            memory_bytes: limits.memory_mib << 20,
+            disk_bytes: limits.disk_mib << 20,
+            pids: limits.processes,
+            output_bytes: limits.output_kib << 10,
+            cpus: limits.cpus,
+            ..Limits::default()
+        },
+        ..SandboxConfig::default()
+    })
+}
+
+/// This process's part when an array job runs many: Slurm's and Kubernetes' own variables.
+fn shard_of_environment() -> Option<(u32, u32)> {
+    let number = |name: &str| env::var(name).ok()?.parse::<u32>().ok();
+    let pairs = [
+        ("SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT"),
+        ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS"),
+    ];
+    pairs
+        .into_iter()
+        .find_map(|(index, count)| Some((number(index)?, number(count)?)))
+        .filter(|(index, count)| index < count)
+}
+
+fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
+    use drillyard_agent::AgentError;
+    match error {
+        AgentError::Policy(_) => Failure::from_error(ENVIRONMENT, error)
+            .hint("start the endpoint, or check policy.base_url in the pipeline"),
+        AgentError::Lake(_) => Failure::from_error(OUTPUT, error),
+        _ => Failure::from_error(ENVIRONMENT, error),
+    }
+}
+
+/// The task set that the pipeline names.
+pub(crate) fn named_task_set(name: &str) -> Result<Arc<dyn TaskSet>, Failure> {
+    task_set(name).ok_or_else(|| {
+        Failure::new(INPUT, format!("tasks.set: there is no task set '{name}'"))
+            .hint(format!("one of: {}", drillyard_gym::TASK_SETS.join(", ")))
+    })
+}
+
+/// The tools that tasks of a set offer.
+pub(crate) fn toolset(tasks: &[Task]) -> Result<Toolset, Failure> {
+    let names = tasks.first().map(|t| t.tools.clone()).unwrap_or_default();
+    Toolset::named(&names).map_err(|e| Failure::from_error(USAGE, &e))
+}
+
+/// `n` tasks of a split, restricted to the pipeline's families.
+pub(crate) fn tasks(
+    pipeline: &Pipeline,
+    split: Split,
+    n: usize,
+    seed: u64,
+) -> Result<Vec<Task>, Failure> {
+    let set = named_task_set(&pipeline.tasks.set)?;
+    if let Some(unknown) = pipeline
+        .tasks
+        .families
+        .iter()
+        .find(|f| !set.families().iter().any(|known| known.name == f.as_str()))
+    {
+        let known: Vec<&str> = set.families().iter().map(|f| f.name).collect();
+        return Err(Failure::new(
+            USAGE,
+            format!(
+                "tasks.families: {} has no family '{unknown}'",
+                pipeline.tasks.set
+            ),
+        )
+        .hint(format!("one of: {}", known.join(", "))));
+    }
+    let wanted = |task: &Task| {
+        pipeline.tasks.families.is_empty() || pipeline.tasks.families.contains(&task.family)
+    };
+    let mut tasks = set.generate(split, n, seed);
+    tasks.retain(wanted);
+    Ok(tasks)
+}
+
+/// Everything that decides which episodes a drill produces, as a run id is derived from it.
+pub(crate) fn deciding(
+    pipeline: &Pipeline,
+    policy: &PolicySpec,
+    more: &BTreeMap<&str, String>,
+) -> Result<BTreeMap<String, String>, Failure> {
+    let set = named_task_set(&pipeline.tasks.set)?;
+    let json = |value: serde_json::Result<String>| value.unwrap_or_default();
+    let mut parts: BTreeMap<String, String> = BTreeMap::from([
+        (
+            "task_set".to_owned(),
+            format!("{}@{}", set.name(), set.version()),
+        ),
+        ("families".to_owned(), pipeline.tasks.families.join(",")),
+        (
+            "toolset".to_owned(),
+            toolset(&set.generate(Split::Train, 1, 0))?.hash,
+        ),
+        ("policy".to_owned(), policy.revision.clone()),
+        (
+            "temperature".to_owned(),
+            policy.config.temperature.to_string(),
+        ),
+        (
+            "max_tokens".to_owned(),
+            policy.config.max_tokens.to_string(),
+        ),
+        (
+            "rollout".to_owned(),
+            json(serde_json::to_string(&drillyard_stage::RolloutConfig {
+                concurrency: 1,
+                ..pipeline.rollout.clone()
+            })),
+        ),
+        (
+            "sandbox".to_owned(),
+            json(serde_json::to_string(&pipeline.sandbox)),
+        ),
+        (
+            "agent".to_owned(),
+            drillyard_schema::DRILLYARD_VERSION.to_owned(),
+        ),
+    ]);
+    parts.extend(
+        more.iter()
+            .map(|(key, value)| ((*key).to_owned(), value.clone())),
+    );
+    Ok(parts)
+}
+
+/// The folder of a checkpoint, from the root, so that other processes find it.
+pub(crate) fn model_dir(model: &str) -> Result<Utf8PathBuf, Failure> {
+    absolute(Utf8Path::new(model))
+}

@@ -1,0 +1,15 @@
+//! The stages, each thin: it names what decides its result, calls the crate that does the work, and reports figures.
+
+mod credit;
+mod drill;
+mod eval;
+mod qa;
+mod rollout;
+mod train;
+
+pub(crate) use credit::CreditStage;
+pub(crate) use drill::{PolicySpec, revision_of, sandbox_config, tasks, toolset};
+pub(crate) use eval::EvalStage;
+pub(crate) use qa::{QaStage, query_failure};
+pub(crate) use rollout::RolloutStage;
+pub(crate) use train::TrainStage;

@@ -1,0 +1,211 @@
+//! Training: the offline trainer as a child process, so that the front door needs no libtorch.
+
+use std::collections::BTreeMap;
+use std::process::Stdio;
+
+use camino::{Utf8Path, Utf8PathBuf};
+use drillyard_lake::Filter;
+use drillyard_schema::table::EpisodeRow;
+use drillyard_schema::{Split, StageRunId};
+use drillyard_stage::exit::{ENVIRONMENT, INPUT};
+use drillyard_stage::{Failure, Method, Outcome, Record, Stage};
+use serde_json::{Value, json};
+use tokio::io::AsyncReadExt;
+use tokio::process::Command;
+
+use super::drill::{model_dir, revision_of, tasks, toolset};
+use crate::context::{Context, Run, write_atomically};
+use crate::endpoint::torch_program;
+
+/// Trains on one run's episodes.
+pub(crate) struct TrainStage<'a> {
+    context: &'a Context,
+    run: Run,
+    credit: StageRunId,
+    scores: StageRunId,
+    init: Utf8PathBuf,
+    revision: String,
+    output: Utf8PathBuf,
+}
+
+impl<'a> TrainStage<'a> {
+    /// Training on `run` with the credit and scores given, from `init` or what the pipeline says.
+    pub(crate) fn new(
+        context: &'a Context,
+        run: Run,
+        credit: &Record,
+        qa: &Record,
+        init: Option<&str>,
+    ) -> Result<Self, Failure> {
+        let pipeline = &context.pipeline;
+        let init = match init {
+            Some(init) => init,
+            None if pipeline.train.init.is_empty() => &pipeline.policy.model,
+            None => &pipeline.train.init,
+        };
+        let init = model_dir(init)?;
+        let revision = revision_of(&init)?;
+        let mut stage = Self {
+            context,
+            run,
+            credit: credit.row.stage_run.clone(),
+            // The control's exchanged tiers and weights bear credit's stamp.
+            scores: if credit.figures["control"] == true {
+                credit.row.stage_run.clone()
+            } else {
+                qa.row.stage_run.clone()
+            },
+            init,
+            revision,
+            output: Utf8PathBuf::new(),
+        };
+        let name = drillyard_stage::fingerprint(Self::NAME, Self::VERSION, &stage.inputs());
+        stage.output = context.dir("checkpoints")?.join(&name[..16]);
+        Ok(stage)
+    }
+
+    /// Where the trained checkpoint lies.
+    pub(crate) fn checkpoint(&self) -> Result<&Utf8Path, Failure> {
+        if self.output.join("model.safetensors").exists() {
+            Ok(&self.output)
+        } else {
+            Err(
+                Failure::new(INPUT, format!("{}: the checkpoint is gone", self.output))
+                    .hint("run `make train` again"),
+            )
+        }
+    }
+
+    fn config(
+        &self,
+        stage_run: &StageRunId,
+        versions: &BTreeMap<String, i64>,
+    ) -> Result<Value, Failure> {
+        let train = &self.context.pipeline.train;
+        let grpo = train.method == Method::Grpo;
+        let select = if train.method == Method::Imitation {
+            "all"
+        } else {
+            "successes"
+        };
+        let toolset = toolset(&tasks(&self.context.pipeline, Split::Train, 1, 0)?)?;
+        Ok(json!({
+            "method": if grpo { "grpo" } else { "imitation" },
+            "init": self.init,
+            "output": self.output,
+            "lake": {
+                "root": self.context.lake.root(),
+                "versions": versions,
+                "run_ids": [self.run.run_id],
+                "credit": self.credit,
+                "scores": self.scores,
+            },
+            "toolsets": { "*": toolset.specs },
+            "stage_run": stage_run,
+            "seed": self.context.pipeline.seed,
+            "threads": train.threads,
+            "hyper": {
+                "epochs": train.epochs,
+                "batch_tokens": train.batch_tokens,
+                "micro_tokens": train.batch_tokens,
+                "learning_rate": train.lr,
+                "warmup_share": train.warmup,
+                "weight_decay": train.weight_decay,
+                "grad_clip": train.max_grad_norm,
+                "clip_low": train.clip_low,
+                "clip_high": train.clip_high,
+                "kl": if grpo { train.kl } else { 0.0 },
+                "contrastive_weight": if grpo { train.contrastive } else { 0.0 },
+                "format_weight": if grpo { train.format } else { 0.0 },
+                "preference_weight": if train.method == Method::ImitationPairs { 0.5 } else { 0.0 },
+                "select": select,
+                "validate_every": train.validate_every,
+            },
+                "gate": { "min_effective_sample_share": train.min_ess, "max_kl": train.max_kl },
+        }))
+    }
+}
+
+impl Stage for TrainStage<'_> {
+    const NAME: &'static str = "train";
+    const VERSION: i32 = 1;
+
+    fn inputs(&self) -> BTreeMap<String, String> {
+        let config = serde_json::to_string(&self.context.pipeline.train).unwrap_or_default();
+        BTreeMap::from([
+            ("run".to_owned(), self.run.run_id.to_string()),
+            ("credit".to_owned(), self.credit.to_string()),
+            ("scores".to_owned(), self.scores.to_string()),
+            ("init".to_owned(), self.revision.clone()),
+            ("config".to_owned(), config),
+            ("seed".to_owned(), self.context.pipeline.seed.to_string()),
+        ])
+    }
+
+    fn is_intact(&self, _record: &Record) -> bool {
+        self.checkpoint().is_ok()
+    }
+
+    async fn run(&self, stage_run: &StageRunId) -> Result<Outcome, Failure> {
+        let snapshot = self
+            .context
+            .lake
+            .snapshot()
+            .await
+            .map_err(|e| Failure::from_error(INPUT, &e))?;
+        let filter = Filter {
+            run_id: Some(self.run.run_id.clone()),
+            ..Filter::default()
+        };
+        let episodes: Vec<EpisodeRow> = snapshot
+            .read(&filter)
+            .await
+            .map_err(|e| Failure::from_error(INPUT, &e))?;
+        let evaluation_sets = episodes.iter().filter(|e| e.evaluation_set).count();
+        if evaluation_sets > 0 {
+            self.context.ui.warn(format!("{evaluation_sets} of {} episodes come from public evaluation sets; a model trained on them can't be measured on those sets", episodes.len()));
+        }
+        let config = self.config(stage_run, snapshot.versions())?;
+        let path = self
+            .context
+            .dir("checkpoints")?
+            .join(format!("{stage_run}.json"));
+        write_atomically(&path, format!("{config:#}\n").as_bytes())?;
+
+        let program = torch_program()?;
+        let mut child = Command::new(&program)
+            .args(["train", "--config", path.as_str()])
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(|e| Failure::new(ENVIRONMENT, format!("{program}: {e}")))?;
+        let mut text = String::new();
+        if let Some(mut stdout) = child.stdout.take() {
+            stdout
+                .read_to_string(&mut text)
+                .await
+                .map_err(|e| Failure::io(&program, &e))?;
+        }
+        let status = child.wait().await.map_err(|e| Failure::io(&program, &e))?;
+        if !status.success() {
+            let code = status
+                .code()
+                .and_then(|c| u8::try_from(c).ok())
+                .unwrap_or(ENVIRONMENT);
+            return Err(Failure::new(
+                code,
+                format!("training ended with {status}; its own words are above"),
+            ));
+        }
+        let figures: Value = serde_json::from_str(&text)
+            .map_err(|e| Failure::new(ENVIRONMENT, format!("{program} gave no figures: {e}")))?;
+        let written = json!({ "checkpoint": self.output });
+        Ok(Outcome {
+            read: snapshot.versions().clone(),
+            written,
+            figures,
+        })
+    }
+}
