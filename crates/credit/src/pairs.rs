@@ -151,12 +151,12 @@ fn signatures(
         ],
         wanted,
     )?
-    .sort(
-        ["episode_id", "step_index", "call_index"],
-        SortMultipleOptions::default(),
-    )
-    .group_by_stable([col("episode_id"), col("step_index")])
-    .agg([col("call_hash").str().join(" ", false).alias("signature")]);
+    .group_by([col("episode_id"), col("step_index")])
+    .agg([col("call_hash")
+        .sort_by([col("call_index")], SortMultipleOptions::default())
+        .str()
+        .join(" ", false)
+        .alias("signature")]);
     Ok(join(
         steps.clone(),
         calls,

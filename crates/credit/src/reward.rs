@@ -7,12 +7,27 @@ use crate::frame::join;
 use crate::scan::{Kind, TableFiles, scan};
 use crate::{CreditError, Outcome, Scheme};
 
+/// Rewards are added up as whole numbers of this many to one. Sums of fractions depend on the order of the terms, and the engine
+/// promises none: the last bits would differ from run to run, and with them equal rewards.
+const UNITS: f64 = 1e12;
+
+/// Rounded to whole units; what exceeds nine million makes the plan fail rather than wrap.
+fn to_units(reward: Expr) -> Expr {
+    (reward * lit(UNITS))
+        .round(0, RoundMode::HalfToEven)
+        .strict_cast(DataType::Int64)
+}
+
+fn from_units(units: Expr) -> Expr {
+    units.cast(DataType::Float64) / lit(UNITS)
+}
+
 /// The lazy frames that composing rewards gives.
 pub struct Rewards {
     /// `episode_id`, `reward` (null without an outcome), `final_reward` (what falls on the last step for the outcome), `success`
     /// (null where nobody can tell).
     pub episodes: LazyFrame,
-    /// `episode_id`, `step_index`, `step_reward`: what steps earn by themselves.
+    /// `episode_id`, `step_index`, `step_units`: what steps earn by themselves, in units.
     pub steps: LazyFrame,
 }
 
@@ -27,14 +42,13 @@ pub fn compose(
     let outcomes = raw
         .clone()
         .filter(col("component").eq(lit("outcome")))
-        .sort(["episode_id", "value"], SortMultipleOptions::default())
-        .group_by_stable([col("episode_id")])
-        .agg([col("value").sum().alias("outcome")]);
+        .group_by([col("episode_id")])
+        .agg([from_units(to_units(col("value")).sum()).alias("outcome")]);
     let contributions = contributions(raw, scheme)?;
     let earned = contributions
         .clone()
-        .group_by_stable([col("episode_id")])
-        .agg([col("step_reward").sum().alias("earned")]);
+        .group_by([col("episode_id")])
+        .agg([from_units(col("step_units").sum()).alias("earned")]);
 
     let judged = join(
         episodes.clone(),
@@ -126,7 +140,7 @@ fn raw_components(
     ))
 }
 
-/// What each step earns by the scheme's terms: `episode_id`, `step_index`, `step_reward`. What belongs to no step, or to one past
+/// What each step earns by the scheme's terms: `episode_id`, `step_index`, `step_units`. What belongs to no step, or to one past
 /// the end, falls on the last.
 fn contributions(raw: LazyFrame, scheme: &Scheme) -> Result<LazyFrame, CreditError> {
     let names: Vec<&str> = scheme.terms.keys().map(String::as_str).collect();
@@ -154,19 +168,16 @@ fn contributions(raw: LazyFrame, scheme: &Scheme) -> Result<LazyFrame, CreditErr
             .then(last)
             .otherwise(slot)
             .alias("step_index"),
-        (col("value") * col("weight")
-            / when(col("mean_over_steps"))
-                .then(at_least_one("source_steps").cast(DataType::Float64))
-                .otherwise(lit(1.0)))
-        .alias("step_reward"),
+        to_units(
+            col("value") * col("weight")
+                / when(col("mean_over_steps"))
+                    .then(at_least_one("source_steps").cast(DataType::Float64))
+                    .otherwise(lit(1.0)),
+        )
+        .alias("step_units"),
     ])
-    // In a fixed order, so that sums agree to the last bit from run to run: joins promise no order.
-    .sort(
-        ["episode_id", "step_index", "component", "step_reward"],
-        SortMultipleOptions::default(),
-    )
-    .group_by_stable([col("episode_id"), col("step_index")])
-    .agg([col("step_reward").sum()]))
+    .group_by([col("episode_id"), col("step_index")])
+    .agg([col("step_units").sum()]))
 }
 
 fn outcome_reward(outcome: Outcome, raw: Expr) -> Expr {
@@ -254,7 +265,7 @@ pub fn returns(
         JoinType::Left,
     )
     .with_column(
-        (col("step_reward").fill_null(lit(0.0))
+        (from_units(col("step_units").fill_null(lit(0i64)))
             + when(col("step_index").eq(col("n_steps") - lit(1i64)))
                 .then(col("final_reward"))
                 .otherwise(lit(0.0)))

@@ -293,7 +293,7 @@ fn other_rows(ep: &Ep) -> (Vec<RewardRow>, Vec<VerdictRow>, Vec<ScoreRow>) {
     (rewards.collect(), verdicts.collect(), scores.collect())
 }
 
-/// Each purpose's episodes in up to two files of each table, rows in the order given.
+/// Each purpose's episodes in up to two files of each table, steps and calls backwards: nothing may depend on the order of rows.
 fn lake(folder: &Utf8Path, episodes: &[Ep]) -> Files {
     let mut files = Files::new();
     let purposes: BTreeSet<_> = episodes.iter().map(|e| e.purpose).collect();
@@ -310,13 +310,21 @@ fn lake(folder: &Utf8Path, episodes: &[Ep]) -> Files {
                 folder,
                 &mut files,
                 purpose,
-                &chunk.iter().flat_map(|e| step_rows(e)).collect::<Vec<_>>(),
+                &chunk
+                    .iter()
+                    .flat_map(|e| step_rows(e))
+                    .rev()
+                    .collect::<Vec<_>>(),
             );
             write(
                 folder,
                 &mut files,
                 purpose,
-                &chunk.iter().flat_map(|e| call_rows(e)).collect::<Vec<_>>(),
+                &chunk
+                    .iter()
+                    .flat_map(|e| call_rows(e))
+                    .rev()
+                    .collect::<Vec<_>>(),
             );
             let other: Vec<_> = chunk.iter().map(|e| other_rows(e)).collect();
             let (mut rewards, mut verdicts, mut scores) = (vec![], vec![], vec![]);
@@ -773,7 +781,7 @@ fn configs() -> Vec<CreditConfig> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 30, max_shrink_iters: 0, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 16, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn plans_equal_plain_loops(seed in any::<u64>()) {
@@ -802,11 +810,7 @@ proptest! {
                 let plain = assign(&files, &request(), &base).unwrap();
                 let moved = assign(&files, &request(), &config).unwrap();
                 let again = assign(&files, &request(), &config).unwrap();
-                for (a,b) in moved.returns.iter().zip(&again.returns) { if a!=b { eprintln!("RET {a:?}\n    {b:?}"); } }
-for (a,b) in moved.advantages.iter().zip(&again.advantages) { if a!=b { eprintln!("ADV {a:?}\n    {b:?}"); } }
-for (a,b) in moved.pairs.iter().zip(&again.pairs) { if a!=b { eprintln!("PAIR {a:?}\n    {b:?}"); } }
-if moved.summary!=again.summary { eprintln!("SUM {:?}\n {:?}", moved.summary, again.summary); }
-assert!(moved == again, "the seed decides, to the last bit");
+                assert!(moved == again, "the seed decides, to the last bit");
 
                 // The same outcomes, task by task: reward, weight, whether scored.
                 let outcomes = |credit: &Credit| {
