@@ -245,7 +245,8 @@ impl Validator {
         ui.data(&format!("{event}\n"))?;
         let mut line = String::new();
         let read = std::io::stdin().lock().read_line(&mut line)?;
-        drop(stop.send(()));
+        // The server may have ended by itself already.
+        let _ = stop.send(());
         server.abort();
         if read == 0 {
             return Err(failed("standard input ended before a result came".into()));
