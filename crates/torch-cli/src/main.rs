@@ -75,5 +75,5 @@ fn print_json(ui: &Ui, value: &impl serde::Serialize) -> Result<(), Failure> {
     let text = serde_json::to_string(value)
         .map_err(|error| Failure::from_error(exit::INTERNAL, &error))?;
     ui.data(&format!("{text}\n"))
-        .map_err(|error| Failure::io(&"standard output", &error))
+        .map_err(|error| Failure::io("standard output", &error))
 }

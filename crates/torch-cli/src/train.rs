@@ -55,7 +55,7 @@ pub(crate) fn run(args: &Args, ui: &Ui) -> Result<(), Failure> {
     };
     let ending = runtime
         .block_on(train(&config, &mut hooks))
-        .map_err(failure)?;
+        .map_err(|error| failure(&error))?;
     match ending {
         Ending::Refused(report) => {
             crate::print_json(ui, &json!({ "gate": report }))?;
@@ -117,7 +117,7 @@ fn read_config(args: &Args) -> Result<TrainConfig, Failure> {
     }
     let config: TrainConfig = serde_json::from_value(value)
         .map_err(|error| usage(format!("{}: {error}", args.config)))?;
-    config.check().map_err(failure)?;
+    config.check().map_err(|error| failure(&error))?;
     Ok(config)
 }
 
@@ -150,7 +150,7 @@ fn record(
             let lake = Lake::open(&source.root).await?;
             lake.append(&figures.rows, Some(txn)).await
         })
-        .map_err(|error| failure(error.into()))
+        .map_err(|error| failure(&error.into()))
 }
 
 /// Shows progress on the terminal, and has checkpoints measured.
@@ -166,22 +166,20 @@ impl Hooks for Terminal {
         let bar = self
             .bar
             .get_or_insert_with(|| ui.bar("train", report.total));
-        let mut message = String::new();
-        for (name, key) in [
+        let mut parts: Vec<String> = [
             ("loss", "loss"),
             ("kl", "kl"),
             ("clip", "clip_share"),
             ("entropy", "entropy"),
             ("grad", "grad_norm"),
-        ] {
-            if let Some(value) = report.values.get(key) {
-                message.push_str(&format!("{name} {value:.4} "));
-            }
-        }
+        ]
+        .iter()
+        .filter_map(|(name, key)| Some(format!("{name} {:.4}", report.values.get(key)?)))
+        .collect();
         if let Some(value) = report.values.get("tokens_per_second") {
-            message.push_str(&format!("{value:.0} tokens/s"));
+            parts.push(format!("{value:.0} tokens/s"));
         }
-        bar.set(report.step, message.trim_end());
+        bar.set(report.step, parts.join(" "));
     }
 
     fn note(&mut self, text: &str) {
@@ -257,11 +255,11 @@ impl Validator {
 }
 
 /// The exit code of an error.
-fn failure(error: TrainError) -> Failure {
-    let code = match &error {
+fn failure(error: &TrainError) -> Failure {
+    let code = match error {
         TrainError::Config { .. } => exit::USAGE,
         TrainError::NoData(_) => exit::NOTHING_TO_DO,
-        TrainError::Io(io) => return Failure::io(&"training", io),
+        TrainError::Io(io) => return Failure::io("training", io),
         TrainError::Lake(lake) if lake.is_output() => exit::OUTPUT,
         TrainError::Input { .. }
         | TrainError::Row { .. }
@@ -272,5 +270,5 @@ fn failure(error: TrainError) -> Failure {
         TrainError::Torch(_) | TrainError::Validation(_) => exit::ENVIRONMENT,
         TrainError::NotFinite { .. } => exit::INTERNAL,
     };
-    Failure::from_error(code, &error)
+    Failure::from_error(code, error)
 }

@@ -1,5 +1,7 @@
 //! The program from outside, on a lake whose episodes a small untrained model sampled through the serving engine.
 
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on has failed")]
+
 use assert_cmd::Command;
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_lake::{EpisodeBundle, Lake};
@@ -61,7 +63,7 @@ impl Yard {
             root,
         };
         let lines: Vec<String> = (0..40).map(|i| conversation(i).to_string()).collect();
-        std::fs::write(yard.path("texts.jsonl"), lines.join("\n")).unwrap();
+        fs_err::write(yard.path("texts.jsonl"), lines.join("\n")).unwrap();
         let (texts, base) = (yard.path("texts.jsonl"), yard.path("base"));
         let built = ok(&[
             "tokenizer",
@@ -97,7 +99,7 @@ impl Yard {
 
     fn config(&self, name: &str, config: &Value) -> String {
         let path = self.path(&format!("{name}.json"));
-        std::fs::write(&path, config.to_string()).unwrap();
+        fs_err::write(&path, config.to_string()).unwrap();
         path.into_string()
     }
 
@@ -380,7 +382,7 @@ fn imitation_of_conversations_learns_and_is_measured_by_the_caller() {
     assert_eq!(figures["validations"].as_array().unwrap().len(), 2);
     assert!(figures["loss_last"].as_f64().unwrap() < 0.7 * figures["loss_first"].as_f64().unwrap());
     assert!(figures["last"]["loss_holdout"].is_f64());
-    let rows = std::fs::read_to_string(metrics).unwrap();
+    let rows = fs_err::read_to_string(metrics).unwrap();
     assert!(
         rows.lines()
             .all(|line| serde_json::from_str::<Value>(line).is_ok())
@@ -413,9 +415,9 @@ fn mistakes_have_their_exit_codes() {
     assert!(fails_with("method=grpo", 2).contains("grpo needs"));
     assert!(fails_with("conversations=nowhere.jsonl", 20).contains("nowhere.jsonl"));
     assert!(fails_with("init=nowhere", 20).contains("nowhere"));
-    std::fs::write(&texts, "{\"messages\": 3}\n").unwrap();
+    fs_err::write(&texts, "{\"messages\": 3}\n").unwrap();
     assert!(fails_with("seed=1", 20).contains("line 1"));
-    std::fs::write(&texts, "\n").unwrap();
+    fs_err::write(&texts, "\n").unwrap();
     assert!(fails_with("seed=1", 11).contains("nothing to train on"));
     assert!(!out.exists());
 }

@@ -99,7 +99,7 @@ pub fn forward(network: &dyn Network, batch: &Batch) -> Result<Forward, TrainErr
     let hidden = hidden.view([-1, width]).index_select(0, &batch.select);
     let mut logits = network.logits(&hidden)?;
     if let Some(temperature) = &batch.temperature {
-        logits = logits / temperature;
+        logits /= temperature;
     }
     let logp = token_logprobs(&logits, &batch.targets);
     Ok(Forward {

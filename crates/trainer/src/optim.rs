@@ -128,7 +128,7 @@ impl AdamW {
         for (i, mut grad) in with_grad {
             let p = &mut self.parameters[i];
             if clip < 1.0 {
-                grad = grad * clip;
+                grad *= clip;
             }
             let _ = p.mean.lerp_(&grad, 1.0 - beta1);
             let _ = p.square.g_mul_scalar_(beta2);

@@ -288,7 +288,7 @@ pub fn fit(
                 measure_holdout(network, data, hyper, &mut recorder, number, *epoch)?;
             }
             if let Some(store) = store {
-                state.seconds = before + (started.elapsed() - measuring).as_secs_f64();
+                state.seconds = before + started.elapsed().saturating_sub(measuring).as_secs_f64();
                 state.optimizer_steps = optimizer.steps();
                 state.rows = recorder.rows().to_vec();
                 let dir = store.save_state(network, &optimizer, &state)?;
@@ -300,7 +300,7 @@ pub fn fit(
             recorder.pause(pause);
         }
     }
-    let seconds = before + (started.elapsed() - measuring).as_secs_f64();
+    let seconds = before + started.elapsed().saturating_sub(measuring).as_secs_f64();
     if hyper.validate_every == 0 {
         let epoch = hyper.epochs.saturating_sub(1);
         measure_holdout(network, data, hyper, &mut recorder, total, epoch)?;

@@ -83,7 +83,7 @@ pub fn loss(input: &Input<'_>, params: &Params) -> LossOutput {
         let kl = k3(input.logp, reference);
         metrics.push(("kl", scalar(&kl.mean(Kind::Float))));
         if params.kl > 0.0 {
-            loss = loss + (kl * input.coefficient).sum(Kind::Float) * params.kl;
+            loss += (kl * input.coefficient).sum(Kind::Float) * params.kl;
         }
     }
     tch::no_grad(|| {
