@@ -290,7 +290,7 @@ pub enum Method {
 pub struct TrainConfig {
     /// The algorithm.
     pub method: Method,
-    /// Checkpoint to start from; empty means the policy's own.
+    /// Checkpoint to start from; empty means the policy's own, `fresh` draws new weights.
     pub init: String,
     /// Passes over the data.
     pub epochs: u32,

@@ -52,7 +52,7 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     if !start.join("model.safetensors").exists() {
         fresh_weights(context, &run, &start).await?;
     }
-    let train = TrainStage::new(context, run.clone(), &credit, &qa, Some(start.as_str()))?;
+    let train = TrainStage::new(context, run.clone(), &credit, &qa, start.as_str())?;
     context.runner.run(&train, &run.run_id).await?;
     let checkpoint = train.checkpoint()?;
     fs_err::create_dir_all(TARGET).map_err(|e| output(Utf8Path::new(TARGET), &e))?;
@@ -101,7 +101,8 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     Ok(OK)
 }
 
-async fn fresh_weights(
+/// Draws new weights in `start`, beside a tokenizer of the structure of the run's conversations.
+pub(crate) async fn fresh_weights(
     context: &Context,
     run: &crate::context::Run,
     start: &Utf8Path,

@@ -2,8 +2,8 @@
 //! is gained then is not learned from outcomes. Beside it stands the base at its best temperature, so that mere sharpening is visible.
 
 use drillyard_report::evaluation::paired_difference;
+use drillyard_stage::Failure;
 use drillyard_stage::exit::OK;
-use drillyard_stage::{Failure, PolicyKind};
 use serde_json::json;
 
 use super::loop_;
@@ -24,11 +24,12 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
             &run.run_id,
         )
         .await?;
-    let stage = TrainStage::new(context, run.clone(), &credit, &qa, None)?;
+    let init = loop_::start_of(context, &run).await?;
+    let stage = TrainStage::new(context, run.clone(), &credit, &qa, &init)?;
     context.runner.run(&stage, &run.run_id).await?;
     let pipeline = &context.pipeline;
     let temperature = Some(pipeline.eval.temperature);
-    let base = PolicySpec::of(pipeline, "base", None, temperature)?;
+    let base = PolicySpec::of(pipeline, "base", Some(&init), temperature)?;
     let control = PolicySpec::of(
         pipeline,
         "control",
@@ -37,27 +38,30 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     )?;
 
     let mut best = (pipeline.eval.temperature, f64::NEG_INFINITY);
-    if pipeline.policy.kind == PolicyKind::Checkpoint {
-        for temperature in TEMPERATURES {
-            let policy = PolicySpec::of(
-                pipeline,
-                &format!("base at {temperature}"),
-                None,
-                Some(temperature),
-            )?;
-            let stage = EvalStage::validation(context, vec![policy], 200, 1)?;
-            context.runner.run(&stage, &run.run_id).await?;
-            let success = stage
-                .measured()
-                .await?
-                .first()
-                .map_or(0.0, |m| m.figures.success.value);
-            if success > best.1 {
-                best = (temperature, success);
-            }
+    for temperature in TEMPERATURES {
+        let policy = PolicySpec::of(
+            pipeline,
+            &format!("base at {temperature}"),
+            Some(&init),
+            Some(temperature),
+        )?;
+        let stage = EvalStage::validation(context, vec![policy], 200, 1)?;
+        context.runner.run(&stage, &run.run_id).await?;
+        let success = stage
+            .measured()
+            .await?
+            .first()
+            .map_or(0.0, |m| m.figures.success.value);
+        if success > best.1 {
+            best = (temperature, success);
         }
     }
-    let sharp = PolicySpec::of(pipeline, &format!("base at {}", best.0), None, Some(best.0))?;
+    let sharp = PolicySpec::of(
+        pipeline,
+        &format!("base at {}", best.0),
+        Some(&init),
+        Some(best.0),
+    )?;
     let eval = EvalStage::held_out(context, vec![base, sharp, control])?;
     context.runner.run(&eval, &run.run_id).await?;
     let measured = eval.measured().await?;

@@ -2,7 +2,7 @@
 //! episodes behind the user's back.
 
 use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OK};
-use drillyard_stage::{Failure, Record};
+use drillyard_stage::{Failure, PolicyKind, Record};
 
 use super::report;
 use crate::args::ShardArgs;
@@ -55,7 +55,8 @@ pub(crate) async fn train(context: &Context) -> Result<u8, Failure> {
             &run.run_id,
         )
         .await?;
-    let stage = TrainStage::new(context, run.clone(), &credit, &qa, None)?;
+    let init = start_of(context, &run).await?;
+    let stage = TrainStage::new(context, run.clone(), &credit, &qa, init.as_str())?;
     let trained = context.runner.run(&stage, &run.run_id).await?;
     let mut records = vec![source, qa, credit, trained];
     let next = if source_is_import(&records) {
@@ -64,8 +65,8 @@ pub(crate) async fn train(context: &Context) -> Result<u8, Failure> {
             context.pipeline.name
         )
     } else {
-        records.push(evaluated(context, &run, stage.checkpoint()?.as_str()).await?);
-        "make control   # the same training on permuted outcomes; or make nights N=3".to_owned()
+        records.push(evaluated(context, &run, &init, stage.checkpoint()?.as_str()).await?);
+        "drillyard sql \"SELECT * FROM fail_reasons LIMIT 5\"   # or make control: the same training on permuted outcomes".to_owned()
     };
     let records: Vec<&Record> = records.iter().collect();
     report::finish(context, &run, &records, &next)?;
@@ -87,7 +88,8 @@ pub(crate) async fn eval(context: &Context) -> Result<u8, Failure> {
         .as_str()
         .unwrap_or_default()
         .to_owned();
-    let evaluated = evaluated(context, &run, &checkpoint).await?;
+    let init = start_of(context, &run).await?;
+    let evaluated = evaluated(context, &run, &init, &checkpoint).await?;
     report::finish(context, &run, &[&trained, &evaluated], "make control")?;
     Ok(OK)
 }
@@ -118,14 +120,40 @@ pub(crate) async fn judged(context: &Context, run: &Run) -> Result<Record, Failu
         .await
 }
 
-/// The held-out evaluation of the pipeline's own policy and a candidate.
+/// The checkpoint that training starts from: the pipeline's `train.init`, or the policy's own. `fresh` draws new weights, with a
+/// tokenizer made of the run's own conversations.
+pub(crate) async fn start_of(context: &Context, run: &Run) -> Result<String, Failure> {
+    let pipeline = &context.pipeline;
+    match pipeline.train.init.as_str() {
+        "" => Ok(pipeline.policy.model.clone()),
+        "fresh" => {
+            let start = context
+                .dir("checkpoints")?
+                .join(format!("fresh-{}", run.run_id));
+            if !start.join("model.safetensors").exists() {
+                super::base::fresh_weights(context, run, &start).await?;
+            }
+            Ok(start.into_string())
+        }
+        init => Ok(init.to_owned()),
+    }
+}
+
+/// The held-out evaluation of what made the episodes and of a candidate. A script can't be compared with a model, so where an expert
+/// made the episodes, the base is the checkpoint that training started from.
 pub(crate) async fn evaluated(
     context: &Context,
     run: &Run,
+    init: &str,
     candidate: &str,
 ) -> Result<Record, Failure> {
     let temperature = Some(context.pipeline.eval.temperature);
-    let base = PolicySpec::of(&context.pipeline, "base", None, temperature)?;
+    let base = if context.pipeline.policy.kind == PolicyKind::Expert {
+        Some(init)
+    } else {
+        None
+    };
+    let base = PolicySpec::of(&context.pipeline, "base", base, temperature)?;
     let candidate = PolicySpec::of(&context.pipeline, "candidate", Some(candidate), temperature)?;
     let stage = EvalStage::held_out(context, vec![base, candidate])?;
     context.runner.run(&stage, &run.run_id).await

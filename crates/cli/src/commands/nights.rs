@@ -39,7 +39,7 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
                 &run.run_id,
             )
             .await?;
-        let train = TrainStage::new(context, run.clone(), &credit, &qa, Some(&champion))?;
+        let train = TrainStage::new(context, run.clone(), &credit, &qa, &champion)?;
         let trained = context.runner.run(&train, &run.run_id).await?;
         let candidate = train.checkpoint()?.to_owned();
 

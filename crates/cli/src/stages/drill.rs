@@ -51,7 +51,7 @@ pub(crate) fn revision_of(model: &Utf8Path) -> Result<String, Failure> {
 }
 
 impl PolicySpec {
-    /// The pipeline's policy, by `name`; `model` and `temperature` replace its own.
+    /// The pipeline's policy, by `name`; a checkpoint `model` and a `temperature` replace its own.
     pub(crate) fn of(
         pipeline: &Pipeline,
         name: &str,
@@ -61,6 +61,7 @@ impl PolicySpec {
         let mut config = pipeline.policy.clone();
         if let Some(model) = model {
             model.clone_into(&mut config.model);
+            config.kind = PolicyKind::Checkpoint;
         }
         if let Some(temperature) = temperature {
             config.temperature = temperature;

@@ -7,7 +7,7 @@ use drillyard_report::evaluation::{
     Interval, Outcomes, PolicyFigures, outcomes, paired_difference, policy_figures,
 };
 use drillyard_schema::table::{EpisodeRow, EvalRow, Timestamp, ToolCallRow, VerdictRow};
-use drillyard_schema::{Purpose, RunId, Split, StageRunId};
+use drillyard_schema::{Purpose, Split, StageRunId};
 use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OUTPUT};
 use drillyard_stage::{Failure, Outcome, Stage};
 use serde_json::json;
@@ -133,11 +133,6 @@ impl<'a> EvalStage<'a> {
             measured.push(Measured { figures, outcomes });
         }
         Ok(measured)
-    }
-
-    /// The runs, in the order of the policies.
-    pub(crate) fn runs(&self) -> impl Iterator<Item = &RunId> {
-        self.policies.iter().map(|(_, run)| &run.run_id)
     }
 }
 

@@ -29,20 +29,14 @@ pub(crate) struct TrainStage<'a> {
 }
 
 impl<'a> TrainStage<'a> {
-    /// Training on `run` with the credit and scores given, from `init` or what the pipeline says.
+    /// Training on `run` with the credit and scores given, from the checkpoint `init`.
     pub(crate) fn new(
         context: &'a Context,
         run: Run,
         credit: &Record,
         qa: &Record,
-        init: Option<&str>,
+        init: &str,
     ) -> Result<Self, Failure> {
-        let pipeline = &context.pipeline;
-        let init = match init {
-            Some(init) => init,
-            None if pipeline.train.init.is_empty() => &pipeline.policy.model,
-            None => &pipeline.train.init,
-        };
         let init = model_dir(init)?;
         let revision = revision_of(&init)?;
         let mut stage = Self {
