@@ -5,6 +5,7 @@
 //! episode comes by the same code to the same rows.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -503,11 +504,14 @@ impl<'a> Episode<'a> {
         let mut text = seen.text;
         if !self.warned && self.clock >= shared.options.episode_timeout.mul_f64(WARN_AT) {
             self.warned = true;
-            text.push_str(&format!(
-                "\n[warning: {} s of this episode's {} s are used; finish soon]",
+            let (used, all) = (
                 self.clock.as_secs(),
-                shared.options.episode_timeout.as_secs()
-            ));
+                shared.options.episode_timeout.as_secs(),
+            );
+            let _ = write!(
+                text,
+                "\n[warning: {used} s of this episode's {all} s are used; finish soon]"
+            );
         }
         let sandbox_ended = self.sandbox.as_ref().is_none_or(Sandbox::is_lost);
         if sandbox_ended {
