@@ -81,12 +81,13 @@ lint: setup ## format check and clippy, warnings denied
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --workspace --all-targets -- -D warnings
 
-notebooks: build ## run the notebooks over a small lake of their own
+notebooks: setup helpers ## run the notebooks over a small lake of their own
+	@test -x $(DRILLYARD) && test -x $(DRILLYARD)-torch || $(MAKE) build
 	@test -x .venv/bin/python || python3 -m venv .venv
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -r notebooks/requirements.txt
 	@for verb in rollout qa train; do \
-	  $(DRILLYARD) --set yard=$(TARGET_DIR)/notebook-yard --set tasks.train=32 --set tasks.samples=4 --set train.epochs=1 \
-	    --set eval.tasks=16 --set eval.unseen_tasks=1 $$verb || exit $$?; done
+	  $(DRILLYARD) --set yard=$(TARGET_DIR)/notebook-yard --set tasks.train=28 --set tasks.samples=4 --set train.epochs=1 \
+	    --set eval.tasks=14 --set eval.unseen_tasks=1 $$verb || exit $$?; done
 	@DRILLYARD_YARD=$(abspath $(TARGET_DIR))/notebook-yard .venv/bin/python notebooks/run.py
 
 bench: build ## figures as JSON lines, each beside its baseline
