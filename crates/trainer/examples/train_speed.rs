@@ -1,4 +1,4 @@
-//! Training speed on a fresh model of the embedded base's size: `cargo run --example throughput [micro_tokens] [threads]`.
+//! Training speed on a fresh model of the embedded base's size: `cargo run --example train_speed [micro_tokens] [threads]`.
 
 use std::io::Write;
 
