@@ -14,7 +14,8 @@
 pub mod config;
 pub mod decoder;
 pub mod error;
-pub mod llama;
+pub mod init;
+mod llama;
 pub mod weights;
 
 pub use config::LlamaConfig;

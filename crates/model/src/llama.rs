@@ -3,13 +3,10 @@
 use std::collections::BTreeMap;
 
 use camino::Utf8Path;
-use rand::RngExt;
-use rand_chacha::ChaCha8Rng;
-use rand_chacha::rand_core::SeedableRng;
 use tch::{Device, Kind, Tensor};
 
 use crate::config::{EMBEDDING, FINAL_NORM, OUTPUT, layer_parameter};
-use crate::{LlamaConfig, ModelError, weights};
+use crate::{LlamaConfig, ModelError, init, weights};
 
 /// The file a configuration is written to.
 pub const CONFIG_FILE: &str = "config.json";
@@ -49,22 +46,23 @@ impl Llama {
     /// Draws fresh weights: normal with standard deviation `initializer_range`, norms at one. The same seed gives the same weights
     /// on every machine.
     pub fn init(config: LlamaConfig, seed: u64, device: Device) -> Result<Self, ModelError> {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut parameters = BTreeMap::new();
-        for (name, shape) in config.parameter_shapes() {
-            let tensor = if shape.len() == 1 {
-                Tensor::f_ones(&shape, (Kind::Float, device))?
-            } else {
-                let count = shape.iter().product::<i64>() as usize;
-                let values: Vec<f32> = (0..count)
-                    .map(|_| (config.initializer_range * normal(&mut rng)) as f32)
-                    .collect();
-                Tensor::f_from_slice(&values)?
-                    .to_device(device)
-                    .f_view(&shape[..])?
-            };
-            parameters.insert(name, tensor);
-        }
+        let parameters = init::plain(&config, seed, device)?;
+        Self::from_parameters(config, parameters)
+    }
+
+    /// As [`Llama::init`], with an induction circuit in the first two layers: the model starts able to continue a sequence that
+    /// stood in its context before. Small models otherwise spend most of their training on finding that circuit (Olsson et al. 2022,
+    /// "In-context Learning and Induction Heads"; starting attention near what training would make of it: Trockman and Kolter 2023,
+    /// "Mimetic Initialization of Self-Attention Layers").
+    ///
+    /// # Errors
+    /// A configuration with fewer than two layers, or whose heads are narrower than 8.
+    pub fn init_copying(
+        config: LlamaConfig,
+        seed: u64,
+        device: Device,
+    ) -> Result<Self, ModelError> {
+        let parameters = init::copying(&config, seed, device)?;
         Self::from_parameters(config, parameters)
     }
 
@@ -312,10 +310,4 @@ impl Rotary {
 pub(crate) fn rotate(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Tensor {
     let width = x.size().last().copied().unwrap_or_default();
     x * cos + x.roll(width / 2, -1) * sin
-}
-
-/// One draw of the standard normal distribution (Box and Muller).
-fn normal(rng: &mut ChaCha8Rng) -> f64 {
-    let (u, v): (f64, f64) = (1.0 - rng.random::<f64>(), rng.random());
-    (-2.0 * u.ln()).sqrt() * (std::f64::consts::TAU * v).cos()
 }

@@ -1,12 +1,14 @@
 //! The tokenizer and chat template of the embedded base model.
 //!
 //! The vocabulary is small and made for one purpose: a model that copies names it has never seen. Every name of two syllables is
-//! exactly two tokens wherever it stands, every digit and white space is a token of its own, and only words and runs of punctuation
-//! that many conversations share are merged further.
+//! exactly two tokens wherever it stands, every digit is a token of its own, and only words and runs of punctuation that many
+//! conversations share are merged further. A word keeps the space or the underscore behind it, so the token before a name says what
+//! the name is for (`of `, `raw_`): a head that looks up what followed the same token earlier can copy it.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
 use camino::Utf8Path;
+use regex::Regex;
 use serde_json::{Map, Value, json};
 
 use crate::template::{TEMPLATE_FILE, TOKENIZER_CONFIG_FILE};
@@ -31,7 +33,7 @@ const CONTROL: [&str; 6] = [
 /// Tokens of their own that decoded text shows.
 const TAGS: [&str; 2] = ["<tool_call>", "</tool_call>"];
 /// Pieces that are merged within, never across.
-const PIECES: &str = r"[a-z]+|[0-9]|\s|[^a-z0-9\s]+";
+const PIECES: &str = r"[A-Za-z]+[ _]?|[0-9]|\s|[^A-Za-z0-9\s]+ ?";
 
 /// What the tokenizer is built from.
 #[derive(Debug, Clone)]
@@ -128,7 +130,7 @@ pub fn build_base_tokenizer(
             tokens.len()
         )));
     }
-    let mut words: Vec<(Vec<String>, usize)> = shared_pieces(options)
+    let mut words: Vec<(Vec<String>, usize)> = shared_pieces(options)?
         .into_iter()
         .map(|(piece, count)| (symbols(&piece, &syllables), count))
         .collect();
@@ -215,12 +217,15 @@ pub fn build_base_tokenizer(
 }
 
 /// The pieces that enough texts share, and how often each occurs.
-fn shared_pieces(options: &BaseTokenizerOptions<'_>) -> BTreeMap<String, usize> {
+fn shared_pieces(
+    options: &BaseTokenizerOptions<'_>,
+) -> Result<BTreeMap<String, usize>, RenderError> {
+    let cut = Regex::new(PIECES).map_err(|error| RenderError::Tokenizer(error.to_string()))?;
     let mut pieces: BTreeMap<String, (usize, usize)> = BTreeMap::new();
     for text in options.texts {
         let mut seen = BTreeSet::new();
         for stretch in without_control(text) {
-            for piece in split(stretch) {
+            for piece in cut.find_iter(stretch).map(|found| found.as_str()) {
                 let entry = pieces.entry(piece.to_owned()).or_default();
                 entry.0 += 1;
                 entry.1 += usize::from(seen.insert(piece));
@@ -229,10 +234,10 @@ fn shared_pieces(options: &BaseTokenizerOptions<'_>) -> BTreeMap<String, usize> 
     }
     let needed = (options.min_share * options.texts.len() as f64).max(2.0);
     pieces.retain(|_, (_, texts)| *texts as f64 >= needed);
-    pieces
+    Ok(pieces
         .into_iter()
         .map(|(piece, (count, _))| (piece, count))
-        .collect()
+        .collect())
 }
 
 /// The stretches of a text between control tokens and tags.
@@ -242,37 +247,6 @@ fn without_control(text: &str) -> Vec<&str> {
         stretches = stretches.into_iter().flat_map(|s| s.split(token)).collect();
     }
     stretches
-}
-
-/// A text cut as [`PIECES`] cuts it.
-fn split(text: &str) -> Vec<&str> {
-    #[derive(PartialEq, Clone, Copy)]
-    enum Class {
-        Letters,
-        Single,
-        Other,
-    }
-    let class = |c: char| match c {
-        'a'..='z' => Class::Letters,
-        '0'..='9' => Class::Single,
-        c if c.is_whitespace() => Class::Single,
-        _ => Class::Other,
-    };
-    let mut pieces = Vec::new();
-    let mut start = 0;
-    let mut previous = None;
-    for (at, character) in text.char_indices() {
-        let this = class(character);
-        if at > start && (previous != Some(this) || this == Class::Single) {
-            pieces.push(&text[start..at]);
-            start = at;
-        }
-        previous = Some(this);
-    }
-    if start < text.len() {
-        pieces.push(&text[start..]);
-    }
-    pieces
 }
 
 /// A piece as byte characters, its syllables joined.

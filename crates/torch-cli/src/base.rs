@@ -1,4 +1,4 @@
-//! `drillyard-torch tokenizer` and `init`: the embedded base model before its first training step.
+//! `drillyard-torch tokenizer` and `init`: the embedded base model before its first training step, with a circuit for copying.
 
 use std::io::BufRead;
 
@@ -57,7 +57,7 @@ pub(crate) struct InitArgs {
     #[arg(long, default_value_t = 4)]
     heads: i64,
     /// Number of key and value heads.
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 2)]
     kv_heads: i64,
     /// The longest sequence the model is meant for.
     #[arg(long, default_value_t = 1024)]
@@ -152,7 +152,7 @@ pub(crate) fn init(args: &InitArgs, ui: &Ui) -> Result<(), Failure> {
         "pad_token_id": 0,
     });
     let config = LlamaConfig::from_json(&config).map_err(model)?;
-    let network = Llama::init(config, args.seed, tch::Device::Cpu).map_err(model)?;
+    let network = Llama::init_copying(config, args.seed, tch::Device::Cpu).map_err(model)?;
     network.save(&args.out).map_err(model)?;
     crate::print_json(
         ui,

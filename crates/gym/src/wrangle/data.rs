@@ -25,8 +25,8 @@ pub(crate) fn draw(op: Op, split: Split, draw: &mut Draw) -> (Plan, Vec<(String,
         | Op::Smallest => "txt",
         _ => "csv",
     };
-    let input = format!("{}.csv", names.next(draw));
-    let output = format!("{}.{extension}", names.next(draw));
+    let input = format!("raw_{}.csv", names.next(draw));
+    let output = format!("out_{}.{extension}", names.next(draw));
     let plan = Plan {
         op,
         input,
@@ -206,7 +206,7 @@ fn dedupe(mut plan: Plan, names: &mut Names, draw: &mut Draw) -> (Plan, Vec<(Str
 /// Two files sorted by their first column; one or two keys of the first are missing from the second, which may have one of its own.
 fn join(mut plan: Plan, names: &mut Names, draw: &mut Draw) -> (Plan, Vec<(String, String)>) {
     plan.column = 1;
-    let second = format!("{}.csv", names.next(draw));
+    let second = format!("ref_{}.csv", names.next(draw));
     let count = row_count(draw);
     let mut keys: Vec<String> = (0..count).map(|_| names.next(draw)).collect();
     keys.sort_unstable();

@@ -30,7 +30,7 @@ use crate::task_set::{ExpertTurn, Family, TaskSet, Verification};
 use plan::{FAMILIES, Op, Plan};
 
 const NAME: &str = "wrangle";
-const VERSION: &str = "1";
+const VERSION: &str = "2";
 const TOOLS: &[&str] = &[
     "execute_shell",
     "read_file",
