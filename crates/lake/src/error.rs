@@ -1,10 +1,12 @@
 //! What can go wrong with a lake, with the place and the way out.
 
+use std::sync::Arc;
+
 use camino::Utf8PathBuf;
 use drillyard_schema::TableError;
 use thiserror::Error;
 
-/// Why the lake could not be read or written.
+/// Why the lake or a journal could not be read or written.
 #[derive(Debug, Error)]
 pub enum LakeError {
     /// A file or folder could not be read or written.
@@ -23,19 +25,29 @@ pub enum LakeError {
         /// Where.
         path: Utf8PathBuf,
     },
+    /// A file or folder may not be written.
+    #[error(
+        "{path}: can't be written ({source}); make it writable or choose another folder, then run the same command again"
+    )]
+    NotWritable {
+        /// Where.
+        path: Utf8PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
     /// The table format's library failed.
     #[error("table {table} in {path}: {message}")]
     Table {
         /// The table.
         table: &'static str,
-        /// The lake's folder.
+        /// Its folder.
         path: Utf8PathBuf,
         /// What the library said.
         message: String,
     },
     /// A Parquet file can't be read.
     #[error(
-        "{path}: not a readable Parquet file ({message}); restore it from a backup, or remove its run and roll out again"
+        "{path}: not a readable Parquet file ({message}); restore it from a backup, or roll out its run again into a new lake"
     )]
     Corrupt {
         /// The file.
@@ -45,28 +57,56 @@ pub enum LakeError {
     },
     /// The table was written by a newer Drillyard.
     #[error(
-        "table {table} has version {found}, this Drillyard reads up to {known}; use a newer Drillyard"
+        "table {table} in {path} has version {found}, this Drillyard knows up to {known}; use a newer Drillyard"
     )]
     TooNew {
         /// The table.
         table: &'static str,
+        /// Its folder.
+        path: Utf8PathBuf,
         /// The version found.
         found: i32,
         /// The version known.
         known: i32,
+    },
+    /// A snapshot was asked for that can't be had.
+    #[error("{path}: there is no version {version} of table '{table}' ({message})")]
+    NoVersion {
+        /// The table as it was asked for.
+        table: String,
+        /// The version as it was asked for.
+        version: i64,
+        /// The lake's folder.
+        path: Utf8PathBuf,
+        /// Why.
+        message: String,
     },
     /// Rows don't fit their schema.
     #[error(transparent)]
     Rows(#[from] TableError),
     /// Another process writes the same shard.
     #[error(
-        "{path} is in use by process {holder}; two processes must not write the same shard at once"
+        "{path} is held by {holder}; wait for it or end it, two processes must not write the same shard at once"
     )]
     Locked {
         /// The lock file.
         path: Utf8PathBuf,
         /// Who holds it.
         holder: String,
+    },
+    /// Someone with another journal commits under the same name.
+    #[error(
+        "table {table} in {path}: '{app}' committed batch {number} from elsewhere; two processes must not write the same shard at once"
+    )]
+    ShardTaken {
+        /// The table.
+        table: &'static str,
+        /// Its folder.
+        path: Utf8PathBuf,
+        /// The transactions' application id.
+        app: String,
+        /// The batch.
+        number: i64,
     },
     /// The journal holds something this version can't read.
     #[error("{path}: {message}; move the file away to give up the episodes in it")]
@@ -76,31 +116,41 @@ pub enum LakeError {
         /// What is wrong.
         message: String,
     },
-    /// The background writer ended early; its own error was reported first.
-    #[error("the lake's writer has ended: {0}")]
-    WriterEnded(String),
+    /// The background writer ended with this error; what was submitted is in the journal.
+    #[error(transparent)]
+    WriterEnded(Arc<LakeError>),
 }
 
 impl LakeError {
-    /// An IO error, with a full disk told apart.
-    pub(crate) fn io(path: impl Into<Utf8PathBuf>, source: std::io::Error) -> Self {
+    /// An error of reading or opening.
+    pub(crate) fn reading(path: impl Into<Utf8PathBuf>, source: std::io::Error) -> Self {
+        Self::Io {
+            path: path.into(),
+            source,
+        }
+    }
+
+    /// An error of writing: a full disk and missing permission are told apart.
+    pub(crate) fn writing(path: impl Into<Utf8PathBuf>, source: std::io::Error) -> Self {
+        use std::io::ErrorKind;
         let path = path.into();
         match source.kind() {
-            std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded => {
-                Self::DiskFull { path }
+            ErrorKind::StorageFull | ErrorKind::QuotaExceeded => Self::DiskFull { path },
+            ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem => {
+                Self::NotWritable { path, source }
             }
             _ => Self::Io { path, source },
         }
     }
 
-    /// True for errors of writing: disk full, permissions.
+    /// True where the lake or journal can't be written now: full disk, permissions, another writer. The same command may succeed later.
     pub fn is_output(&self) -> bool {
         match self {
-            Self::DiskFull { .. } | Self::Locked { .. } => true,
-            Self::Io { source, .. } => matches!(
-                source.kind(),
-                std::io::ErrorKind::PermissionDenied | std::io::ErrorKind::ReadOnlyFilesystem
-            ),
+            Self::DiskFull { .. }
+            | Self::NotWritable { .. }
+            | Self::Locked { .. }
+            | Self::ShardTaken { .. } => true,
+            Self::WriterEnded(cause) => cause.is_output(),
             _ => false,
         }
     }

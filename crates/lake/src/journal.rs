@@ -1,117 +1,67 @@
-//! The journal: an append-only file per shard of a run.
+//! The journal: append-only files per shard of a run, in segments.
 //!
-//! A record is `length (u32 LE) · CRC-32 of the payload (u32 LE) · payload (JSON)`. Whatever was written whole is read back; the first
-//! record that is short or does not match its checksum ends the reading, since a kill can only tear the tail, and the file is cut there.
-//! A file is called `<shard>.journal`; an exclusive lock on `<shard>.lock` keeps a second process away.
+//! `<shard>.000001.journal`, `<shard>.000002.journal`, … hold records (`record.rs` has the layout); an exclusive lock on `<shard>.lock`
+//! keeps a second process away. A record survives a kill of the process once [`Journal::append`] returns; it survives a crash of the
+//! machine once it is synced, which [`SyncPolicy`] governs and which finished episodes and batch boundaries always are.
+//!
+//! A kill can tear the last record of the last segment: opening cuts it off. A damaged record anywhere else is an error, since whole
+//! records lie behind it.
+//!
+//! The oldest segments go as soon as every episode in them is in the lake; only ever the oldest, so that an episode's end never goes
+//! before its beginning.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::io::{Read, Seek, SeekFrom, Write};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::collections::{BTreeMap, HashSet, VecDeque};
+use std::io::Write;
+use std::sync::mpsc::{Receiver, SyncSender};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_schema::EpisodeId;
 use fs_err::{File, OpenOptions};
-use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
-use crate::bundle::EpisodeBundle;
 use crate::error::LakeError;
-use crate::faults::crash_point;
+use crate::event::JournalEvent;
+use crate::faults::{armed, crash_point};
+use crate::lock::Lock;
+use crate::record::{decode, encode};
+use crate::recovery::{Recovered, Replay};
 
-/// A record longer than this is taken for garbage.
-const MAX_RECORD: u32 = 1 << 30;
-/// Bytes before a payload.
-const HEADER: usize = 8;
-/// How long a lock that another process holds is waited for.
-const LOCK_PATIENCE: Duration = Duration::from_millis(1500);
-const LOCK_PAUSE: Duration = Duration::from_millis(20);
-
-/// Content of a file after a call, so that a resumed episode finds it.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LoggedFile {
-    /// Relative to the work directory.
-    pub path: String,
-    /// Base64 of the content; absent where the file was deleted.
-    pub content: Option<String>,
+/// When records reach the disk itself rather than the system's cache. Finished episodes and batch boundaries do at once, always.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SyncPolicy {
+    /// Before `append` returns.
+    EveryRecord,
+    /// In the background, at most this long after `append`.
+    Grouped(Duration),
 }
 
-/// One thing that happened in an episode.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "event", rename_all = "snake_case")]
-pub enum JournalEvent {
-    /// The episode began.
-    EpisodeStarted {
-        /// The episode.
-        episode_id: EpisodeId,
-        /// What the agent's loop needs to go on (attempt, start time, …).
-        data: Value,
-    },
-    /// A model turn came back.
-    Turn {
-        /// The episode.
-        episode_id: EpisodeId,
-        /// Which turn, from 0.
-        step_index: i32,
-        /// The turn as the agent's loop keeps it.
-        data: Value,
-    },
-    /// A call is about to run.
-    CallIntent {
-        /// The episode.
-        episode_id: EpisodeId,
-        /// The turn.
-        step_index: i32,
-        /// Position within the turn.
-        call_index: i32,
-    },
-    /// A call ended.
-    CallResult {
-        /// The episode.
-        episode_id: EpisodeId,
-        /// The turn.
-        step_index: i32,
-        /// Position within the turn.
-        call_index: i32,
-        /// The result as the agent's loop keeps it.
-        data: Value,
-        /// Files it changed.
-        files: Vec<LoggedFile>,
-        /// The changes were too large to log.
-        state_lost: bool,
-    },
-    /// The episode ended; everything about it.
-    EpisodeFinished(Box<EpisodeBundle>),
-    /// The writer is about to commit these episodes as batch `number`.
-    BatchStarted {
-        /// The batch's transaction number.
-        number: i64,
-        /// Its episodes.
-        episodes: Vec<EpisodeId>,
-    },
-    /// Batch `number` is in the lake.
-    BatchCommitted {
-        /// The batch's transaction number.
-        number: i64,
-    },
+/// How a journal is kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct JournalOptions {
+    /// When records are synced.
+    pub sync: SyncPolicy,
+    /// A segment larger than this is followed by another.
+    pub segment_bytes: u64,
 }
 
-/// What a journal held when it was opened.
-#[derive(Debug, Default)]
-pub struct Recovered {
-    /// Episodes that ended and are not known to be in the lake. The writer commits them first.
-    pub finished: Vec<EpisodeBundle>,
-    /// Events of episodes that had begun, in order.
-    pub unfinished: BTreeMap<EpisodeId, Vec<JournalEvent>>,
-    /// Batches that were begun and not known to be committed, by number.
-    pub open_batches: BTreeMap<i64, Vec<EpisodeId>>,
-    /// The highest batch number ever begun.
-    pub last_batch: i64,
-    /// Bytes of a torn tail that were cut off.
-    pub torn_bytes: u64,
+impl JournalOptions {
+    /// Synced in groups every 200 ms, segments of 16 MiB.
+    pub const fn new() -> Self {
+        Self {
+            sync: SyncPolicy::Grouped(Duration::from_millis(200)),
+            segment_bytes: 16 << 20,
+        }
+    }
 }
 
-/// An append-only file of events. Clones share it.
+impl Default for JournalOptions {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// An append-only log of events. Clones share it.
 #[derive(Debug, Clone)]
 pub struct Journal {
     inner: Arc<Inner>,
@@ -119,310 +69,436 @@ pub struct Journal {
 
 #[derive(Debug)]
 struct Inner {
-    path: Utf8PathBuf,
-    file: Mutex<File>,
+    log: Arc<Log>,
+    /// Wakes the background sync.
+    dirty: Option<SyncSender<()>>,
+    /// Free when the last clone is dropped, even if a background sync still runs.
     _lock: Lock,
 }
 
-/// An exclusive lock on a file, held while the process lives.
 #[derive(Debug)]
-struct Lock(#[expect(dead_code, reason = "the lock is the open file")] std::fs::File);
+struct Log {
+    dir: Utf8PathBuf,
+    shard: String,
+    options: JournalOptions,
+    state: Mutex<State>,
+    /// Number of the last record that is on disk. Whoever syncs holds it, so that those who wait find their record synced too.
+    synced: Mutex<u64>,
+}
 
-impl Lock {
-    fn take(path: &Utf8Path) -> Result<Self, LakeError> {
-        let mut file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(path)
-            .map_err(|e| LakeError::io(path, e))?;
-        // A child of an ended holder has the file open until it calls exec, so one refusal is not the last word.
-        let patience = Instant::now() + LOCK_PATIENCE;
-        loop {
-            match file.file().try_lock() {
-                Ok(()) => break,
-                Err(std::fs::TryLockError::WouldBlock) if Instant::now() < patience => {
-                    std::thread::sleep(LOCK_PAUSE)
-                }
-                Err(std::fs::TryLockError::WouldBlock) => {
-                    let mut holder = String::new();
-                    let _ = file.read_to_string(&mut holder);
-                    return Err(LakeError::Locked {
-                        path: path.to_owned(),
-                        holder: holder.trim().to_owned(),
-                    });
-                }
-                Err(std::fs::TryLockError::Error(e)) => return Err(LakeError::io(path, e)),
-            }
-        }
-        let mut held = || -> std::io::Result<()> {
-            file.set_len(0)?;
-            file.write_all(format!("{}\n", std::process::id()).as_bytes())
-        };
-        held().map_err(|e| LakeError::io(path, e))?;
-        Ok(Self(file.into_parts().0))
-    }
+#[derive(Debug)]
+struct State {
+    /// The last segment's file.
+    file: Arc<File>,
+    /// From the oldest to the one that is written.
+    segments: VecDeque<Segment>,
+    /// Records appended since opening.
+    appended: u64,
+    /// Why a background sync failed.
+    failed: Option<std::io::Error>,
+}
+
+#[derive(Debug)]
+struct Segment {
+    number: u64,
+    path: Utf8PathBuf,
+    bytes: u64,
+    /// Episodes with a record here that are not in the lake yet.
+    episodes: HashSet<EpisodeId>,
 }
 
 impl Journal {
     /// Opens the journal of `shard` in `dir`, reads what an earlier process left, and cuts off a torn tail.
     ///
     /// # Errors
-    /// A folder that can't be written, a journal another process holds, or one whose whole records this version can't read.
+    /// A folder that can't be written, a journal another process holds, or one with records this version can't read.
     pub fn open(dir: &Utf8Path, shard: &str) -> Result<(Self, Recovered), LakeError> {
-        fs_err::create_dir_all(dir).map_err(|e| LakeError::io(dir, e))?;
-        let lock = Lock::take(&dir.join(format!("{shard}.lock")))?;
-        let path = dir.join(format!("{shard}.journal"));
-        let io = |e: std::io::Error| LakeError::io(&path, e);
-        let mut file = OpenOptions::new()
-            .create(true)
-            .truncate(false)
-            .read(true)
-            .write(true)
-            .open(&path)
-            .map_err(io)?;
-        let mut bytes = Vec::new();
-        file.read_to_end(&mut bytes).map_err(io)?;
-        let (events, whole) = parse(&bytes).map_err(|message| LakeError::Journal {
-            path: path.clone(),
-            message,
-        })?;
-        let mut recovered = replay(events);
-        recovered.torn_bytes = (bytes.len() - whole) as u64;
-        if recovered.torn_bytes > 0 {
-            file.set_len(whole as u64).map_err(io)?;
-        }
-        file.seek(SeekFrom::Start(whole as u64)).map_err(io)?;
-        Ok((
-            Self {
-                inner: Arc::new(Inner {
-                    path,
-                    file: Mutex::new(file),
-                    _lock: lock,
-                }),
-            },
-            recovered,
-        ))
+        Self::open_with(dir, shard, JournalOptions::new())
     }
 
-    /// Appends an event; it survives a kill of the process once this returns, and with `sync` a crash of the machine.
+    /// [`Journal::open`] with options.
+    ///
+    /// # Errors
+    /// As for `open`.
+    pub fn open_with(
+        dir: &Utf8Path,
+        shard: &str,
+        options: JournalOptions,
+    ) -> Result<(Self, Recovered), LakeError> {
+        if shard.is_empty() || shard.contains(['/', '\0']) {
+            let message =
+                format!("'{shard}' can't be a shard's name, since files are named after it");
+            return Err(LakeError::Journal {
+                path: dir.to_owned(),
+                message,
+            });
+        }
+        fs_err::create_dir_all(dir).map_err(|e| LakeError::writing(dir, e))?;
+        let lock = Lock::take(&dir.join(format!("{shard}.lock")))?;
+
+        let mut replay = Replay::default();
+        let mut segments = list_segments(dir, shard)?;
+        let mut torn_bytes = 0;
+        let last = segments.len().saturating_sub(1);
+        for index in 0..segments.len() {
+            torn_bytes += read_segment(&mut segments, index, index == last, &mut replay)?;
+        }
+        for segment in &mut segments {
+            segment.episodes.retain(|id| !replay.is_committed(id));
+        }
+        let file = match segments.back() {
+            Some(segment) => append_to(&segment.path)?,
+            None => {
+                let (segment, file) = Segment::create(dir, shard, 1)?;
+                segments.push_back(segment);
+                file
+            }
+        };
+
+        let log = Arc::new(Log {
+            dir: dir.to_owned(),
+            shard: shard.to_owned(),
+            options,
+            state: Mutex::new(State {
+                file: Arc::new(file),
+                segments,
+                appended: 0,
+                failed: None,
+            }),
+            synced: Mutex::new(0),
+        });
+        let dirty = match options.sync {
+            SyncPolicy::EveryRecord => None,
+            SyncPolicy::Grouped(interval) => {
+                let (dirty, wake) = std::sync::mpsc::sync_channel(1);
+                let log = Arc::downgrade(&log);
+                std::thread::Builder::new()
+                    .name("journal-sync".to_owned())
+                    .spawn(move || sync_in_background(&log, &wake, interval))
+                    .map_err(|e| LakeError::reading(dir, e))?;
+                Some(dirty)
+            }
+        };
+        let inner = Arc::new(Inner {
+            log,
+            dirty,
+            _lock: lock,
+        });
+        Ok((Self { inner }, replay.finish(torn_bytes)))
+    }
+
+    /// Appends an event; it survives a kill of the process once this returns, and with `sync` a crash of the machine, too. Waits for
+    /// the disk when it syncs.
     ///
     /// # Errors
     /// A full or failing disk. The record is then cut off again, so that the next one starts whole.
     pub fn append(&self, event: &JournalEvent, sync: bool) -> Result<(), LakeError> {
-        let payload = serde_json::to_vec(event).map_err(|e| LakeError::Journal {
-            path: self.inner.path.clone(),
-            message: e.to_string(),
+        let record = encode(event).map_err(|message| LakeError::Journal {
+            path: self.inner.log.dir.clone(),
+            message,
         })?;
-        let mut record = Vec::with_capacity(payload.len() + HEADER);
-        record.extend_from_slice(&(payload.len() as u32).to_le_bytes());
-        record.extend_from_slice(&crc32fast::hash(&payload).to_le_bytes());
-        record.extend_from_slice(&payload);
-        let mut file = self
-            .inner
-            .file
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let io = |e: std::io::Error| LakeError::io(&self.inner.path, e);
-        let start = file.stream_position().map_err(io)?;
-        if std::env::var_os(crate::faults::CRASH_VARIABLE).is_some() {
-            // A kill in the middle of the write leaves half a record.
-            let half = record.len() / 2;
-            file.write_all(&record[..half]).map_err(io)?;
-            crash_point("journal_write");
-            file.seek(SeekFrom::Start(start)).map_err(io)?;
+        let number = self.inner.log.write(&record, event.episode_id())?;
+        if sync || self.inner.log.options.sync == SyncPolicy::EveryRecord {
+            self.inner
+                .log
+                .sync_up_to(number)
+                .map_err(|e| LakeError::writing(&self.inner.log.dir, e))
+        } else {
+            if let Some(dirty) = &self.inner.dirty {
+                // Full where a wake-up is on its way already.
+                let _ = dirty.try_send(());
+            }
+            Ok(())
         }
+    }
+
+    /// Bytes on disk.
+    pub fn bytes(&self) -> u64 {
+        self.inner
+            .log
+            .state()
+            .segments
+            .iter()
+            .map(|segment| segment.bytes)
+            .sum()
+    }
+
+    /// Says that a batch is in the lake, and removes what is no longer needed.
+    pub(crate) fn batch_committed(
+        &self,
+        number: i64,
+        episodes: &[EpisodeId],
+    ) -> Result<(), LakeError> {
+        self.append(&JournalEvent::BatchCommitted { number }, true)?;
+        crash_point("after_batch");
+        let mut state = self.inner.log.state();
+        for segment in &mut state.segments {
+            for id in episodes {
+                segment.episodes.remove(id);
+            }
+        }
+        state.trim()
+    }
+
+    /// Writes the journal anew with nothing but what is unfinished. Everything else in it is in the lake.
+    pub(crate) fn compact(
+        &self,
+        unfinished: &BTreeMap<EpisodeId, Vec<JournalEvent>>,
+        last_batch: i64,
+    ) -> Result<(), LakeError> {
+        if unfinished.is_empty() {
+            let mut state = self.inner.log.state();
+            state
+                .segments
+                .iter_mut()
+                .for_each(|segment| segment.episodes.clear());
+            return state.trim();
+        }
+        let wrong = |message| LakeError::Journal {
+            path: self.inner.log.dir.clone(),
+            message,
+        };
+        let mut content = encode(&JournalEvent::Compacted { last_batch }).map_err(wrong)?;
+        for event in unfinished.values().flatten() {
+            content.extend(encode(event).map_err(wrong)?);
+        }
+        let mut state = self.inner.log.state();
+        let number = state.segments.back().map_or(0, |segment| segment.number) + 1;
+        let path = segment_path(&self.inner.log.dir, &self.inner.log.shard, number);
+        let fresh = path.with_extension("new");
+        let writing = |e: std::io::Error| LakeError::writing(&path, e);
+        let mut file = File::create(&fresh).map_err(writing)?;
         let written = file
-            .write_all(&record)
-            .and_then(|()| if sync { file.sync_data() } else { Ok(()) });
+            .write_all(&content)
+            .and_then(|()| file.sync_data())
+            .and_then(|()| fs_err::rename(&fresh, &path));
         if let Err(error) = written {
-            let _ = file.set_len(start);
-            let _ = file.seek(SeekFrom::Start(start));
-            return Err(io(error));
+            let _ = fs_err::remove_file(&fresh);
+            return Err(writing(error));
+        }
+        sync_dir(&self.inner.log.dir)?;
+        crash_point("mid_compact");
+        let segment = Segment {
+            number,
+            path: path.clone(),
+            bytes: content.len() as u64,
+            episodes: unfinished.keys().cloned().collect(),
+        };
+        state.file = Arc::new(append_to(&path)?);
+        for old in std::mem::replace(&mut state.segments, VecDeque::from([segment])) {
+            fs_err::remove_file(&old.path).map_err(|e| LakeError::writing(&old.path, e))?;
         }
         Ok(())
     }
-
-    /// Drops everything: each episode in the journal is in the lake.
-    ///
-    /// # Errors
-    /// A failing disk.
-    pub fn clear(&self) -> Result<(), LakeError> {
-        let mut file = self
-            .inner
-            .file
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let cut = file
-            .set_len(0)
-            .and_then(|()| file.seek(SeekFrom::Start(0)))
-            .and_then(|_| file.sync_data());
-        cut.map_err(|e| LakeError::io(&self.inner.path, e))
-    }
 }
 
-/// The whole records at the start of `bytes`, and how many bytes they take.
-fn parse(bytes: &[u8]) -> Result<(Vec<JournalEvent>, usize), String> {
-    let mut events = Vec::new();
-    let mut at = 0;
-    while let Some(header) = bytes.get(at..at + HEADER) {
-        let (length, sum) = header.split_at(4);
-        let length = u32::from_le_bytes([length[0], length[1], length[2], length[3]]);
-        let sum = u32::from_le_bytes([sum[0], sum[1], sum[2], sum[3]]);
-        if length > MAX_RECORD {
-            break;
+impl Log {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Writes a record and returns its number.
+    fn write(&self, record: &[u8], episode: Option<&EpisodeId>) -> Result<u64, LakeError> {
+        let mut state = self.state();
+        if let Some(error) = &state.failed {
+            return Err(LakeError::writing(
+                self.dir.clone(),
+                std::io::Error::new(error.kind(), error.to_string()),
+            ));
         }
-        let Some(payload) = bytes.get(at + HEADER..at + HEADER + length as usize) else {
-            break;
+        let State {
+            file,
+            segments,
+            appended,
+            ..
+        } = &mut *state;
+        if segments
+            .back()
+            .is_some_and(|segment| segment.bytes >= self.options.segment_bytes)
+        {
+            // Whole on disk before the next one exists, so that only a last segment can have a torn tail.
+            file.sync_data()
+                .map_err(|e| LakeError::writing(&self.dir, e))?;
+            let next = segments.back().map_or(0, |segment| segment.number) + 1;
+            let (segment, opened) = Segment::create(&self.dir, &self.shard, next)?;
+            segments.push_back(segment);
+            *file = Arc::new(opened);
+        }
+        let Some(segment) = segments.back_mut() else {
+            return Err(LakeError::Journal {
+                path: self.dir.clone(),
+                message: "there is no segment".to_owned(),
+            });
         };
-        if crc32fast::hash(payload) != sum {
-            break;
+        let mut out = &**file;
+        if armed() {
+            // A kill in the middle of the write leaves half a record.
+            let half = out.write_all(&record[..record.len() / 2]);
+            crash_point("journal_write");
+            half.and_then(|()| out.set_len(segment.bytes))
+                .map_err(|e| LakeError::writing(&segment.path, e))?;
         }
-        events.push(
-            serde_json::from_slice(payload).map_err(|e| format!("record at byte {at}: {e}"))?,
-        );
-        at += HEADER + length as usize;
+        if let Err(error) = out.write_all(record) {
+            let _ = out.set_len(segment.bytes);
+            return Err(LakeError::writing(&segment.path, error));
+        }
+        segment.bytes += record.len() as u64;
+        if let Some(id) = episode
+            && !segment.episodes.contains(id)
+        {
+            segment.episodes.insert(id.clone());
+        }
+        *appended += 1;
+        Ok(*appended)
     }
-    Ok((events, at))
+
+    /// Returns once the record with this number is on disk. One sync serves all who wait.
+    fn sync_up_to(&self, number: u64) -> std::io::Result<()> {
+        let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
+        if *synced >= number {
+            return Ok(());
+        }
+        let (file, appended) = {
+            let state = self.state();
+            (state.file.clone(), state.appended)
+        };
+        file.sync_data()?;
+        *synced = appended;
+        Ok(())
+    }
 }
 
-fn replay(events: Vec<JournalEvent>) -> Recovered {
-    let mut recovered = Recovered::default();
-    let mut finished: BTreeMap<EpisodeId, EpisodeBundle> = BTreeMap::new();
-    let mut order = Vec::new();
-    let mut committed: BTreeSet<EpisodeId> = BTreeSet::new();
+impl State {
+    /// Removes the oldest segments up to the first that is still needed.
+    fn trim(&mut self) -> Result<(), LakeError> {
+        while self.segments.len() > 1 && self.segments[0].episodes.is_empty() {
+            let path = &self.segments[0].path;
+            fs_err::remove_file(path).map_err(|e| LakeError::writing(path, e))?;
+            self.segments.pop_front();
+        }
+        if let [segment] = self.segments.make_contiguous()
+            && segment.episodes.is_empty()
+        {
+            self.file
+                .set_len(0)
+                .map_err(|e| LakeError::writing(&segment.path, e))?;
+            segment.bytes = 0;
+        }
+        Ok(())
+    }
+}
+
+/// Runs until the journal is closed.
+fn sync_in_background(log: &Weak<Log>, wake: &Receiver<()>, interval: Duration) {
+    while wake.recv().is_ok() {
+        std::thread::sleep(interval);
+        let Some(log) = log.upgrade() else {
+            return;
+        };
+        let appended = log.state().appended;
+        if let Err(error) = log.sync_up_to(appended) {
+            log.state().failed = Some(error);
+        }
+    }
+}
+
+impl Segment {
+    /// Makes the next segment, whose name is on disk when this returns.
+    fn create(dir: &Utf8Path, shard: &str, number: u64) -> Result<(Self, File), LakeError> {
+        let path = segment_path(dir, shard, number);
+        let file = append_to(&path)?;
+        sync_dir(dir)?;
+        Ok((
+            Self {
+                number,
+                path,
+                bytes: 0,
+                episodes: HashSet::new(),
+            },
+            file,
+        ))
+    }
+}
+
+fn segment_path(dir: &Utf8Path, shard: &str, number: u64) -> Utf8PathBuf {
+    dir.join(format!("{shard}.{number:06}.journal"))
+}
+
+fn append_to(path: &Utf8Path) -> Result<File, LakeError> {
+    OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(path)
+        .map_err(|e| LakeError::writing(path, e))
+}
+
+fn sync_dir(dir: &Utf8Path) -> Result<(), LakeError> {
+    File::open(dir)
+        .and_then(|opened| opened.sync_all())
+        .map_err(|e| LakeError::writing(dir, e))
+}
+
+/// The shard's segments, from the oldest.
+fn list_segments(dir: &Utf8Path, shard: &str) -> Result<VecDeque<Segment>, LakeError> {
+    let reading = |e: std::io::Error| LakeError::reading(dir, e);
+    let mut numbers = Vec::new();
+    for entry in fs_err::read_dir(dir).map_err(reading)? {
+        let name = entry.map_err(reading)?.file_name();
+        let middle = name
+            .to_str()
+            .and_then(|name| {
+                name.strip_prefix(shard)?
+                    .strip_prefix('.')?
+                    .strip_suffix(".journal")
+            })
+            .filter(|middle| middle.bytes().all(|byte| byte.is_ascii_digit()));
+        numbers.extend(middle.and_then(|middle| middle.parse::<u64>().ok()));
+    }
+    numbers.sort_unstable();
+    let segment = |number| Segment {
+        number,
+        path: segment_path(dir, shard, number),
+        bytes: 0,
+        episodes: HashSet::new(),
+    };
+    Ok(numbers.into_iter().map(segment).collect())
+}
+
+/// Replays a segment and returns the bytes that were torn off its end, which only the last one may have.
+fn read_segment(
+    segments: &mut VecDeque<Segment>,
+    index: usize,
+    last: bool,
+    replay: &mut Replay,
+) -> Result<u64, LakeError> {
+    let path = segments[index].path.clone();
+    let bytes = fs_err::read(&path).map_err(|e| LakeError::reading(&path, e))?;
+    let (events, whole) = decode(&bytes).map_err(|message| LakeError::Journal {
+        path: path.clone(),
+        message,
+    })?;
     for event in events {
-        match event {
-            JournalEvent::EpisodeFinished(bundle) => {
-                let id = bundle.episode.episode_id.clone();
-                recovered.unfinished.remove(&id);
-                if finished.insert(id.clone(), *bundle).is_none() {
-                    order.push(id);
-                }
-            }
-            JournalEvent::BatchStarted { number, episodes } => {
-                recovered.last_batch = recovered.last_batch.max(number);
-                recovered.open_batches.insert(number, episodes);
-            }
-            JournalEvent::BatchCommitted { number } => {
-                committed.extend(recovered.open_batches.remove(&number).unwrap_or_default());
-            }
-            JournalEvent::EpisodeStarted { ref episode_id, .. } => {
-                // A fresh start forgets what an earlier attempt at the same episode logged.
-                recovered.unfinished.insert(episode_id.clone(), vec![event]);
-            }
-            JournalEvent::Turn { ref episode_id, .. }
-            | JournalEvent::CallIntent { ref episode_id, .. }
-            | JournalEvent::CallResult { ref episode_id, .. } => {
-                let id = episode_id.clone();
-                if !finished.contains_key(&id) {
-                    recovered.unfinished.entry(id).or_default().push(event);
-                }
-            }
+        if let Some(id) = event.episode_id() {
+            segments[index].episodes.insert(id.clone());
+        } else if matches!(event, JournalEvent::Compacted { .. }) {
+            segments
+                .iter_mut()
+                .for_each(|segment| segment.episodes.clear());
         }
+        replay.event(event);
     }
-    order.retain(|id| !committed.contains(id));
-    recovered.finished = order.iter().filter_map(|id| finished.remove(id)).collect();
-    recovered
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-    use serde_json::json;
-
-    fn dir() -> (tempfile::TempDir, Utf8PathBuf) {
-        let keep = tempfile::tempdir().unwrap();
-        let path = Utf8PathBuf::from_path_buf(keep.path().to_owned()).unwrap();
-        (keep, path)
-    }
-
-    fn turn(episode: &str, step: i32) -> JournalEvent {
-        JournalEvent::Turn {
-            episode_id: episode.into(),
-            step_index: step,
-            data: json!({ "text": "x".repeat(step as usize) }),
+    segments[index].bytes = whole as u64;
+    let torn = (bytes.len() - whole) as u64;
+    if torn > 0 {
+        if !last {
+            let message = format!("the record at byte {whole} is damaged, and later records exist");
+            return Err(LakeError::Journal { path, message });
         }
+        let cut = OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .and_then(|file| file.set_len(whole as u64));
+        cut.map_err(|e| LakeError::writing(&path, e))?;
     }
-
-    fn started(episode: &str) -> JournalEvent {
-        JournalEvent::EpisodeStarted {
-            episode_id: episode.into(),
-            data: json!({}),
-        }
-    }
-
-    #[test]
-    fn events_come_back_in_order() {
-        let (_keep, dir) = dir();
-        let (journal, empty) = Journal::open(&dir, "0").unwrap();
-        assert!(empty.unfinished.is_empty());
-        for event in [started("a"), turn("a", 0), started("b"), turn("a", 1)] {
-            journal.append(&event, true).unwrap();
-        }
-        drop(journal);
-        let (_journal, recovered) = Journal::open(&dir, "0").unwrap();
-        assert_eq!(
-            recovered.unfinished[&"a".into()],
-            vec![started("a"), turn("a", 0), turn("a", 1)]
-        );
-        assert_eq!(recovered.unfinished[&"b".into()], vec![started("b")]);
-    }
-
-    #[test]
-    fn a_second_process_is_told_who_holds_the_journal() {
-        let (_keep, dir) = dir();
-        let (_journal, _) = Journal::open(&dir, "0").unwrap();
-        let error = Journal::open(&dir, "0").unwrap_err();
-        assert!(
-            error.to_string().contains(&std::process::id().to_string()),
-            "{error}"
-        );
-        assert!(Journal::open(&dir, "1").is_ok(), "another shard is free");
-    }
-
-    #[test]
-    fn a_whole_record_of_another_version_is_an_error() {
-        let (_keep, dir) = dir();
-        let payload = br#"{"event":"from_the_future"}"#;
-        let mut record = (payload.len() as u32).to_le_bytes().to_vec();
-        record.extend(crc32fast::hash(payload).to_le_bytes());
-        record.extend(payload);
-        std::fs::write(dir.join("0.journal"), record).unwrap();
-        assert!(matches!(
-            Journal::open(&dir, "0"),
-            Err(LakeError::Journal { .. })
-        ));
-    }
-
-    proptest! {
-        #[test]
-        fn any_damage_to_the_tail_leaves_a_prefix(n in 1_i32..12, cut in any::<prop::sample::Index>(), flip in any::<bool>()) {
-            let (_keep, dir) = dir();
-            let (journal, _) = Journal::open(&dir, "0").unwrap();
-            let events: Vec<JournalEvent> = (0..n).map(|i| turn("a", i)).collect();
-            for event in &events {
-                journal.append(event, false).unwrap();
-            }
-            drop(journal);
-            let path = dir.join("0.journal");
-            let mut bytes = std::fs::read(&path).unwrap();
-            let at = cut.index(bytes.len());
-            if flip { bytes[at] ^= 0x40 } else { bytes.truncate(at) }
-            std::fs::write(&path, &bytes).unwrap();
-
-            let (journal, recovered) = Journal::open(&dir, "0").unwrap();
-            let back = recovered.unfinished.get(&"a".into()).cloned().unwrap_or_default();
-            prop_assert!(back.len() < events.len());
-            prop_assert_eq!(&events[..back.len()], back.as_slice());
-
-            // What is appended after the damage is readable.
-            journal.append(&turn("a", 99), false).unwrap();
-            drop(journal);
-            let (_journal, again) = Journal::open(&dir, "0").unwrap();
-            prop_assert_eq!(again.unfinished[&"a".into()].last(), Some(&turn("a", 99)));
-        }
-    }
+    Ok(torn)
 }

@@ -2,32 +2,23 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Duration;
 
-use arrow_array::RecordBatch;
-use arrow_ord::sort::{SortColumn, lexsort_to_indices};
-use arrow_select::take::take_record_batch;
 use camino::{Utf8Path, Utf8PathBuf};
-use deltalake::kernel::engine::arrow_conversion::TryIntoKernel;
-use deltalake::kernel::transaction::{CommitBuilder, CommitProperties};
-use deltalake::kernel::{Action, StructType, Transaction};
-use deltalake::operations::create::CreateBuilder;
-use deltalake::parquet::basic::{Compression, ZstdLevel};
-use deltalake::parquet::file::metadata::SortingColumn;
-use deltalake::parquet::file::properties::WriterProperties;
-use deltalake::protocol::{DeltaOperation, SaveMode};
-use deltalake::writer::{DeltaWriter, RecordBatchWriter};
-use deltalake::{DeltaTable, DeltaTableBuilder, DeltaTableError};
+use deltalake::{DeltaTable, DeltaTableError};
 use drillyard_schema::table::to_batch;
-use drillyard_schema::{Row, Table, TableError};
+use drillyard_schema::{Row, Table};
+use futures::TryStreamExt;
 use tokio::sync::Mutex;
 
+use crate::delta::{Place, is_conflict, last_txn};
 use crate::error::LakeError;
+use crate::faults::crash_point;
+use crate::files::{NewFile, sorted};
 use crate::snapshot::Snapshot;
 
-/// The table property that holds the row schema's version.
-const VERSION_PROPERTY: &str = "drillyard.table_version";
-/// How often a commit is tried again when another process was faster.
-const COMMIT_RETRIES: usize = 50;
+/// How often an append starts over when others change the table itself meanwhile.
+const ATTEMPTS: u32 = 20;
 
 /// A transaction number of an application: an append whose number is not above the last committed one is skipped.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -46,7 +37,7 @@ pub struct Lake {
 
 struct Inner {
     root: Utf8PathBuf,
-    /// Loaded tables; appends to the same table wait for each other.
+    /// Loaded tables; within this process, appends to the same table wait for each other.
     tables: BTreeMap<Table, Mutex<Option<DeltaTable>>>,
 }
 
@@ -66,10 +57,10 @@ impl Lake {
     pub async fn open(root: &Utf8Path) -> Result<Self, LakeError> {
         fs_err::tokio::create_dir_all(root)
             .await
-            .map_err(|e| LakeError::io(root, e))?;
+            .map_err(|e| LakeError::writing(root, e))?;
         let root = root
             .canonicalize_utf8()
-            .map_err(|e| LakeError::io(root, e))?;
+            .map_err(|e| LakeError::reading(root, e))?;
         let tables = Table::ALL
             .iter()
             .map(|table| (*table, Mutex::new(None)))
@@ -84,10 +75,11 @@ impl Lake {
         &self.inner.root
     }
 
-    /// Appends rows in one commit. None where there is nothing to do: no rows, or the transaction is in already.
+    /// Appends rows in one commit, sorted, and returns the table's new version. None where there is nothing to do: no rows, or the
+    /// transaction is in already. Rows are on disk when this returns; after an error none of them is visible.
     ///
     /// # Errors
-    /// Rows that don't fit, a full disk, a table that can't be written.
+    /// Rows that don't fit, a full disk, a table that can't be written or is of a newer Drillyard.
     pub async fn append<R: Row>(
         &self,
         rows: &[R],
@@ -96,67 +88,63 @@ impl Lake {
         if rows.is_empty() {
             return Ok(None);
         }
-        let table = R::TABLE;
-        let failed = |e: DeltaTableError| self.failure(table, &e);
-        let batch = sorted(table, &to_batch(rows)?)?;
-        let mut slot = self.slot(table).lock().await;
-        let mut delta = match slot.take() {
-            Some(delta) => delta,
-            None => match self.load(table, None).await? {
+        let place = Place::new(self.root(), R::TABLE);
+        let batch = sorted(R::TABLE, &to_batch(rows)?)?;
+        let mut slot = self.slot(R::TABLE).lock().await;
+        let mut files: Option<Vec<NewFile>> = None;
+        let mut attempt = 0;
+        let version = loop {
+            attempt += 1;
+            let delta = match current(&place, &mut slot).await? {
                 Some(delta) => delta,
-                None => self.create_or_load(table).await?,
-            },
-        };
-        delta.update_state().await.map_err(failed)?;
-        if let Some(txn) = &txn {
-            let last = delta
-                .snapshot()
-                .map_err(failed)?
-                .snapshot()
-                .transaction_version(delta.log_store().as_ref(), &txn.app)
-                .await
-                .map_err(failed)?;
-            if last.is_some_and(|last| last >= txn.version) {
-                *slot = Some(delta);
+                None => slot.insert(place.create().await?),
+            };
+            if let Some(txn) = &txn
+                && last_txn(delta, &txn.app)
+                    .await
+                    .map_err(|e| place.error(&e))?
+                    .is_some_and(|last| last >= txn.version)
+            {
+                let files = files.unwrap_or_default();
+                // Perhaps by ourselves, in an attempt that seemed to fail.
+                if let Some(version) = landed(&place, &files).await? {
+                    break version;
+                }
+                place.discard(&files);
                 return Ok(None);
             }
-        }
-        let mut writer = RecordBatchWriter::for_table(&delta)
-            .map_err(failed)?
-            .with_writer_properties(writer_properties(table));
-        writer.write(batch).await.map_err(failed)?;
-        let actions = writer
-            .flush()
-            .await
-            .map_err(failed)?
-            .into_iter()
-            .map(Action::Add)
-            .collect();
-        let mut properties = CommitProperties::default().with_max_retries(COMMIT_RETRIES);
-        if let Some(txn) = txn {
-            properties =
-                properties.with_application_transaction(Transaction::new(txn.app, txn.version));
-        }
-        let partition_by = table.partition_columns();
-        let operation = DeltaOperation::Write {
-            mode: SaveMode::Append,
-            partition_by: (!partition_by.is_empty())
-                .then(|| partition_by.iter().map(|c| (*c).to_owned()).collect()),
-            predicate: None,
+            let committed = match place.widen(delta).await {
+                // The next attempt sees the wider table.
+                Ok(true) => continue,
+                Ok(false) => {
+                    let files = match &files {
+                        Some(files) => files,
+                        None => files.insert(place.write_files(delta, &batch).await?),
+                    };
+                    crash_point("mid_append");
+                    place.commit_files(delta, files, txn.as_ref()).await
+                }
+                Err(error) => Err(error),
+            };
+            match committed {
+                Ok(version) => break version,
+                Err(error) if is_conflict(&error) && attempt < ATTEMPTS => {
+                    tokio::time::sleep(Duration::from_millis(10 * u64::from(attempt))).await;
+                }
+                Err(error) => {
+                    *slot = None;
+                    let files = files.unwrap_or_default();
+                    // An error after the commit landed is none.
+                    if let Some(version) = landed(&place, &files).await? {
+                        break version;
+                    }
+                    place.discard(&files);
+                    return Err(place.error(&error));
+                }
+            }
         };
-        let commit = CommitBuilder::from(properties)
-            .with_actions(actions)
-            .build(
-                Some(delta.snapshot().map_err(failed)?),
-                delta.log_store(),
-                operation,
-            )
-            .await
-            .map_err(failed)?;
-        let version = commit.version();
-        delta.update_state().await.map_err(failed)?;
-        *slot = Some(delta);
-        Ok(Some(i64::try_from(version).unwrap_or(i64::MAX)))
+        place.sync_log(version).await?;
+        Ok(Some(version))
     }
 
     /// The last committed transaction number of `app` in a table.
@@ -164,60 +152,65 @@ impl Lake {
     /// # Errors
     /// A table that can't be read.
     pub async fn last_txn(&self, table: Table, app: &str) -> Result<Option<i64>, LakeError> {
-        let Some(delta) = self.load(table, None).await? else {
-            return Ok(None);
-        };
-        let failed = |e: DeltaTableError| self.failure(table, &e);
-        delta
-            .snapshot()
-            .map_err(failed)?
-            .snapshot()
-            .transaction_version(delta.log_store().as_ref(), app)
-            .await
-            .map_err(failed)
+        let place = Place::new(self.root(), table);
+        let mut slot = self.slot(table).lock().await;
+        match current(&place, &mut slot).await? {
+            Some(delta) => last_txn(delta, app).await.map_err(|e| place.error(&e)),
+            None => Ok(None),
+        }
     }
 
-    /// The latest version of every table.
+    /// The latest version of every table. Whatever `runs` and `episodes` list, the other tables hold the rows of.
     ///
     /// # Errors
     /// A table that can't be read or is of a newer Drillyard.
     pub async fn snapshot(&self) -> Result<Snapshot, LakeError> {
+        // Writers commit these two last, so they are read first.
+        let first = [Table::Runs, Table::Episodes];
+        let others = Table::ALL
+            .iter()
+            .copied()
+            .filter(|table| !first.contains(table));
         let mut tables = Vec::new();
-        for table in Table::ALL {
-            if let Some(delta) = self.load(*table, None).await? {
-                tables.push((*table, delta));
+        for table in first.into_iter().chain(others) {
+            let place = Place::new(self.root(), table);
+            let mut slot = self.slot(table).lock().await;
+            if let Some(delta) = current(&place, &mut slot).await? {
+                tables.push((place, delta.clone()));
             }
         }
         Snapshot::of(self.root(), tables).await
     }
 
-    /// Earlier versions of the tables named; the others are absent.
+    /// The tables named at the versions named; the others are absent.
     ///
     /// # Errors
-    /// An unknown table, or a version that is gone.
+    /// An unknown table, or a version that is not there.
     pub async fn snapshot_at(
         &self,
         versions: &BTreeMap<String, i64>,
     ) -> Result<Snapshot, LakeError> {
         let mut tables = Vec::new();
         for (name, version) in versions {
-            let Some(table) = Table::ALL.iter().copied().find(|t| t.name() == name) else {
-                return Err(LakeError::Table {
-                    table: "?",
-                    path: self.root().to_owned(),
-                    message: format!("there is no table '{name}'"),
-                });
+            let gone = |message: &str| LakeError::NoVersion {
+                table: name.clone(),
+                version: *version,
+                path: self.root().to_owned(),
+                message: message.to_owned(),
             };
-            let Some(delta) = self.load(table, Some(*version)).await? else {
-                return Err(LakeError::Table {
-                    table: table.name(),
-                    path: self.root().to_owned(),
-                    message: format!(
-                        "version {version} was asked for and the table does not exist"
-                    ),
-                });
-            };
-            tables.push((table, delta));
+            let table = Table::ALL
+                .iter()
+                .copied()
+                .find(|table| table.name() == name);
+            let place = Place::new(
+                self.root(),
+                table.ok_or_else(|| gone("no table is called so"))?,
+            );
+            let delta = place
+                .load(Some(*version))
+                .await?
+                .ok_or_else(|| gone("the table does not exist"))?;
+            tables.push((place, delta));
         }
         Snapshot::of(self.root(), tables).await
     }
@@ -226,164 +219,45 @@ impl Lake {
         // Every table has a slot from the start.
         &self.inner.tables[&table]
     }
-
-    fn url(&self, table: Table) -> Result<url::Url, LakeError> {
-        let dir = self.root().join(table.name());
-        url::Url::from_directory_path(&dir).map_err(|()| LakeError::Table {
-            table: table.name(),
-            path: dir,
-            message: "the path has no file address".to_owned(),
-        })
-    }
-
-    async fn load(
-        &self,
-        table: Table,
-        version: Option<i64>,
-    ) -> Result<Option<DeltaTable>, LakeError> {
-        if !self.root().join(table.name()).join("_delta_log").is_dir() {
-            return Ok(None);
-        }
-        let failed = |e: DeltaTableError| self.failure(table, &e);
-        let mut builder = DeltaTableBuilder::from_url(self.url(table)?).map_err(failed)?;
-        if let Some(version) = version {
-            builder = builder.with_version(version.try_into().map_err(|_| LakeError::Table {
-                table: table.name(),
-                path: self.root().to_owned(),
-                message: format!("there is no version {version}"),
-            })?);
-        }
-        let delta = match builder.load().await {
-            Ok(delta) => delta,
-            // The folder was just made by another process that has not committed yet.
-            Err(DeltaTableError::NotATable(_)) if version.is_none() => return Ok(None),
-            Err(error) => return Err(failed(error)),
-        };
-        let found = delta
-            .snapshot()
-            .map_err(failed)?
-            .metadata()
-            .configuration()
-            .get(VERSION_PROPERTY)
-            .and_then(|v| v.parse().ok())
-            .unwrap_or(1);
-        if found > table.version() {
-            return Err(LakeError::TooNew {
-                table: table.name(),
-                found,
-                known: table.version(),
-            });
-        }
-        Ok(Some(delta))
-    }
-
-    /// Makes a table; where another process makes it at the same moment, theirs is taken.
-    async fn create_or_load(&self, table: Table) -> Result<DeltaTable, LakeError> {
-        let error = match self.create(table).await {
-            Ok(delta) => return Ok(delta),
-            Err(error) => error,
-        };
-        for _ in 0..20 {
-            if let Ok(Some(delta)) = self.load(table, None).await {
-                return Ok(delta);
-            }
-            tokio::time::sleep(std::time::Duration::from_millis(50)).await;
-        }
-        Err(error)
-    }
-
-    async fn create(&self, table: Table) -> Result<DeltaTable, LakeError> {
-        let failed = |e: DeltaTableError| self.failure(table, &e);
-        let schema: StructType = table
-            .schema()
-            .as_ref()
-            .try_into_kernel()
-            .map_err(|e| self.failure(table, &DeltaTableError::from(e)))?;
-        let configuration = [
-            (VERSION_PROPERTY, table.version().to_string()),
-            ("delta.checkpointInterval", "10".to_owned()),
-            ("delta.appendOnly", "true".to_owned()),
-        ];
-        CreateBuilder::new()
-            .with_location(self.url(table)?.to_string())
-            .with_table_name(table.name())
-            .with_columns(schema.fields().cloned())
-            .with_partition_columns(table.partition_columns().iter().copied())
-            .with_save_mode(SaveMode::Ignore)
-            .with_raise_if_key_not_exists(false)
-            .with_configuration(
-                configuration
-                    .into_iter()
-                    .map(|(key, value)| (key.to_owned(), Some(value))),
-            )
-            .await
-            .map_err(failed)
-    }
-
-    fn failure(&self, table: Table, error: &DeltaTableError) -> LakeError {
-        let path = self.root().join(table.name());
-        let mut source: Option<&dyn std::error::Error> = Some(error);
-        while let Some(cause) = source {
-            if let Some(io) = cause.downcast_ref::<std::io::Error>() {
-                return LakeError::io(path, std::io::Error::new(io.kind(), io.to_string()));
-            }
-            source = cause.source();
-        }
-        let message = error.to_string();
-        if message.contains("No space left on device") {
-            return LakeError::DiskFull { path };
-        }
-        LakeError::Table {
-            table: table.name(),
-            path: self.root().to_owned(),
-            message,
-        }
-    }
 }
 
-/// The batch in the table's sort order.
-fn sorted(table: Table, batch: &RecordBatch) -> Result<RecordBatch, LakeError> {
-    let wrong = |e: arrow_schema::ArrowError| {
-        LakeError::Rows(TableError {
-            table: table.name(),
-            message: e.to_string(),
-        })
+/// The table at its latest version, or None where it does not exist.
+async fn current<'a>(
+    place: &Place,
+    slot: &'a mut Option<DeltaTable>,
+) -> Result<Option<&'a mut DeltaTable>, LakeError> {
+    let updated = match slot.as_mut() {
+        // The library does not notice that a table was removed.
+        Some(delta) => place.exists() && delta.update_state().await.is_ok(),
+        None => false,
     };
-    let columns: Vec<SortColumn> = table
-        .sort_columns()
-        .iter()
-        .filter_map(|name| batch.column_by_name(name))
-        .map(|values| SortColumn {
-            values: values.clone(),
-            options: None,
-        })
-        .collect();
-    let order = lexsort_to_indices(&columns, None).map_err(wrong)?;
-    take_record_batch(batch, &order).map_err(wrong)
+    if !updated {
+        *slot = place.load(None).await?;
+    }
+    if let Some(delta) = slot.as_ref() {
+        place.check_version(delta)?;
+    }
+    Ok(slot.as_mut())
 }
 
-fn writer_properties(table: Table) -> WriterProperties {
-    let schema = table.schema();
-    let stored: Vec<&str> = schema
-        .fields()
+/// The version that lists these files, if one does.
+async fn landed(place: &Place, files: &[NewFile]) -> Result<Option<i64>, LakeError> {
+    let Some(first) = files.first() else {
+        return Ok(None);
+    };
+    let Some(delta) = place.load(None).await? else {
+        return Ok(None);
+    };
+    let failed = |e: DeltaTableError| place.error(&e);
+    let state = delta.snapshot().map_err(failed)?;
+    let files: Vec<_> = state
+        .snapshot()
+        .file_views(delta.log_store().as_ref(), None)
+        .try_collect()
+        .await
+        .map_err(failed)?;
+    let listed = files
         .iter()
-        .map(|f| f.name().as_str())
-        .filter(|name| !table.partition_columns().contains(name))
-        .collect();
-    let sorting = table
-        .sort_columns()
-        .iter()
-        .filter_map(|column| stored.iter().position(|name| name == column))
-        .map(|index| SortingColumn {
-            column_idx: index as i32,
-            descending: false,
-            nulls_first: true,
-        })
-        .collect();
-    let level = ZstdLevel::try_new(3).unwrap_or_default();
-    WriterProperties::builder()
-        .set_compression(Compression::ZSTD(level))
-        .set_sorting_columns(Some(sorting))
-        .set_created_by(format!("drillyard {}", drillyard_schema::DRILLYARD_VERSION))
-        .build()
+        .any(|file| file.object_store_path().as_ref() == first.path || file.path() == first.path);
+    Ok(listed.then(|| i64::try_from(state.version()).unwrap_or(i64::MAX)))
 }

@@ -3,17 +3,25 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use arrow_array::{ArrayRef, RecordBatch, StringArray};
-use arrow_schema::Schema;
+use arrow_array::{Array, ArrayRef, BooleanArray, RecordBatch, StringArray};
+use arrow_ord::sort::{SortColumn, lexsort_to_indices};
+use arrow_select::concat::concat;
+use arrow_select::filter::filter_record_batch;
 use camino::{Utf8Path, Utf8PathBuf};
 use deltalake::DeltaTable;
 use drillyard_schema::table::from_batch;
 use drillyard_schema::{Purpose, Row, RunId, StageRunId, Table};
 use fs_err::File;
-use futures::TryStreamExt;
+use futures::{StreamExt, TryStreamExt};
 use parquet::arrow::arrow_reader::ParquetRecordBatchReaderBuilder;
+use parquet::file::metadata::RowGroupMetaData;
+use parquet::file::statistics::Statistics;
 
+use crate::delta::Place;
 use crate::error::LakeError;
+
+/// Rows decoded at a time.
+const BATCH_ROWS: usize = 8192;
 
 /// A Parquet file of a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,7 +30,7 @@ pub struct DataFile {
     pub path: Utf8PathBuf,
     /// Partition columns and their values; the file itself lacks these columns.
     pub partition: Vec<(String, String)>,
-    /// Number of rows; -1 where the file's statistics don't tell.
+    /// Number of rows; -1 where the table does not tell.
     pub rows: i64,
     /// Size.
     pub bytes: i64,
@@ -50,54 +58,42 @@ pub struct Snapshot {
 impl Snapshot {
     pub(crate) async fn of(
         root: &Utf8Path,
-        tables: Vec<(Table, DeltaTable)>,
+        tables: Vec<(Place, DeltaTable)>,
     ) -> Result<Self, LakeError> {
         let mut versions = BTreeMap::new();
         let mut files = BTreeMap::new();
-        for (table, delta) in tables {
-            let failed = |e: deltalake::DeltaTableError| LakeError::Table {
-                table: table.name(),
-                path: root.to_owned(),
-                message: e.to_string(),
-            };
-            let state = delta.snapshot().map_err(failed)?;
+        for (place, delta) in tables {
+            let state = delta.snapshot().map_err(|e| place.error(&e))?;
             versions.insert(
-                table.name().to_owned(),
+                place.table.name().to_owned(),
                 i64::try_from(state.version()).unwrap_or(i64::MAX),
             );
-            let dir = root.join(table.name());
-            let views: Vec<_> = state
+            let views = state
                 .snapshot()
                 .file_views(delta.log_store().as_ref(), None)
-                .try_collect()
-                .await
-                .map_err(failed)?;
-            let mut list: Vec<DataFile> = views
-                .iter()
-                .map(|view| {
-                    let mut values = view.partition_values_map();
-                    DataFile {
-                        path: dir.join(view.object_store_path().as_ref()),
-                        partition: table
-                            .partition_columns()
-                            .iter()
-                            .map(|column| {
-                                (
-                                    (*column).to_owned(),
-                                    values.remove(*column).flatten().unwrap_or_default(),
-                                )
-                            })
-                            .collect(),
-                        rows: view
-                            .num_records()
-                            .and_then(|n| i64::try_from(n).ok())
-                            .unwrap_or(-1),
-                        bytes: view.size(),
-                    }
-                })
-                .collect();
+                .try_collect::<Vec<_>>()
+                .await;
+            let mut list = Vec::new();
+            for view in views.map_err(|e| place.error(&e))? {
+                let mut values = view.partition_values_map();
+                let value = |column: &&str| {
+                    (
+                        (*column).to_owned(),
+                        values.remove(*column).flatten().unwrap_or_default(),
+                    )
+                };
+                list.push(DataFile {
+                    path: place.file_path(view.object_store_path().as_ref()),
+                    partition: place.table.partition_columns().iter().map(value).collect(),
+                    rows: view
+                        .num_records()
+                        .and_then(|n| i64::try_from(n).ok())
+                        .unwrap_or(-1),
+                    bytes: view.size(),
+                });
+            }
             list.sort_by(|a, b| a.path.cmp(&b.path));
-            files.insert(table, list);
+            files.insert(place.table, list);
         }
         Ok(Self {
             root: root.to_owned(),
@@ -116,13 +112,13 @@ impl Snapshot {
         &self.versions
     }
 
-    /// The files of a table; none where it does not exist.
+    /// The files of a table, by path; none where it does not exist.
     pub fn files(&self, table: Table) -> &[DataFile] {
         self.files.get(&table).map_or(&[], Vec::as_slice)
     }
 
-    /// The rows of a table that pass the filter, in the table's sort order within each file, files in order of their paths. Rows of
-    /// episodes that are not visible yet are included; who needs only visible ones joins with `episodes`.
+    /// The rows of a table that pass the filter, sorted by the table's sort columns. Rows of episodes that are not visible yet are
+    /// among them; who needs only visible ones joins with `episodes`.
     ///
     /// # Errors
     /// A missing or corrupt file, named.
@@ -133,33 +129,31 @@ impl Snapshot {
             .filter(|file| filter.admits(file))
             .cloned()
             .collect();
-        let filter = filter.clone();
-        let root = self.root.clone();
-        let read = tokio::task::spawn_blocking(move || {
-            let mut rows = Vec::new();
-            for file in &files {
-                for batch in read_file(file)? {
-                    let batch =
-                        complete(R::TABLE, &batch, file).map_err(|e| LakeError::Corrupt {
-                            path: file.path.clone(),
-                            message: e,
-                        })?;
-                    let batch = filter.apply(&batch).map_err(|e| LakeError::Corrupt {
-                        path: file.path.clone(),
-                        message: e,
-                    })?;
-                    if batch.num_rows() > 0 {
-                        rows.extend(from_batch::<R>(&batch)?);
-                    }
+        let filter = Arc::new(filter.clone());
+        let at_once = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        let parts: Vec<Part<R>> = futures::stream::iter(files)
+            .map(|file| {
+                let filter = filter.clone();
+                let path = file.path.clone();
+                let read = tokio::task::spawn_blocking(move || read_file::<R>(&file, &filter));
+                // A decoder that panics has met a corrupt file, too.
+                async move {
+                    read.await.unwrap_or_else(|e| {
+                        Err(LakeError::Corrupt {
+                            path,
+                            message: e.to_string(),
+                        })
+                    })
                 }
-            }
-            Ok(rows)
-        });
-        read.await.map_err(|e| LakeError::Table {
+            })
+            .buffered(at_once)
+            .try_collect()
+            .await?;
+        merge(parts).map_err(|message| LakeError::Table {
             table: R::TABLE.name(),
-            path: root,
-            message: e.to_string(),
-        })?
+            path: self.root.join(R::TABLE.name()),
+            message,
+        })
     }
 }
 
@@ -181,45 +175,95 @@ impl Filter {
             || purpose.is_none_or(|(_, value)| self.purposes.iter().any(|p| p.as_str() == value))
     }
 
-    /// Keeps the rows whose run and stage execution match.
-    fn apply(&self, batch: &RecordBatch) -> Result<RecordBatch, String> {
-        let mut batch = batch.clone();
-        let wanted = [
-            ("run_id", self.run_id.as_ref().map(RunId::as_str)),
-            ("stage_run", self.stage_run.as_ref().map(StageRunId::as_str)),
-        ];
-        for (column, value) in wanted {
-            let (Some(value), Some(values)) = (value, batch.column_by_name(column)) else {
+    /// The columns that rows are chosen by, and the values wanted.
+    fn wanted(&self) -> impl Iterator<Item = (&'static str, &str)> {
+        let run = self.run_id.as_ref().map(|id| ("run_id", id.as_str()));
+        run.into_iter()
+            .chain(self.stage_run.as_ref().map(|id| ("stage_run", id.as_str())))
+    }
+
+    /// False where the statistics rule out that a row group holds a wanted row.
+    fn may_hold(&self, group: &RowGroupMetaData) -> bool {
+        self.wanted().all(|(column, value)| {
+            let column = group
+                .columns()
+                .iter()
+                .find(|c| c.column_path().parts() == [column]);
+            let Some(Statistics::ByteArray(statistics)) = column.and_then(|c| c.statistics())
+            else {
+                return true;
+            };
+            statistics
+                .min_bytes_opt()
+                .is_none_or(|min| min <= value.as_bytes())
+                && statistics
+                    .max_bytes_opt()
+                    .is_none_or(|max| value.as_bytes() <= max)
+        })
+    }
+
+    /// Keeps the rows wanted. A table without the column has none of a run's or stage execution's own.
+    fn apply(&self, batch: RecordBatch) -> Result<RecordBatch, String> {
+        let mut batch = batch;
+        for (column, value) in self.wanted() {
+            let Some(values) = batch.column_by_name(column) else {
                 continue;
             };
             let values = values
                 .as_any()
                 .downcast_ref::<StringArray>()
                 .ok_or_else(|| format!("column {column} is not text"))?;
-            let keep: arrow_array::BooleanArray =
-                values.iter().map(|v| Some(v == Some(value))).collect();
-            batch = arrow_select::filter::filter_record_batch(&batch, &keep)
-                .map_err(|e| e.to_string())?;
+            let keep: BooleanArray = values.iter().map(|v| Some(v == Some(value))).collect();
+            batch = filter_record_batch(&batch, &keep).map_err(|e| e.to_string())?;
         }
         Ok(batch)
     }
 }
 
-fn read_file(file: &DataFile) -> Result<Vec<RecordBatch>, LakeError> {
+/// Rows of one file, and their sort columns.
+struct Part<R> {
+    rows: Vec<R>,
+    keys: Vec<Vec<ArrayRef>>,
+}
+
+fn read_file<R: Row>(file: &DataFile, filter: &Filter) -> Result<Part<R>, LakeError> {
     let corrupt = |message: String| LakeError::Corrupt {
         path: file.path.clone(),
         message,
     };
-    let opened = File::open(&file.path).map_err(|e| LakeError::io(&file.path, e))?;
+    let opened = File::open(&file.path).map_err(|e| LakeError::reading(&file.path, e))?;
     let reader = ParquetRecordBatchReaderBuilder::try_new(opened.into_parts().0)
         .map_err(|e| corrupt(e.to_string()))?;
-    let reader = reader
-        .with_batch_size(8192)
+    let groups = reader.metadata().row_groups().iter().enumerate();
+    let groups = groups
+        .filter(|(_, group)| filter.may_hold(group))
+        .map(|(index, _)| index)
+        .collect();
+    let batches = reader
+        .with_row_groups(groups)
+        .with_batch_size(BATCH_ROWS)
         .build()
         .map_err(|e| corrupt(e.to_string()))?;
-    reader
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(|e| corrupt(e.to_string()))
+    let mut part = Part {
+        rows: Vec::new(),
+        keys: Vec::new(),
+    };
+    for batch in batches {
+        let batch = batch.map_err(|e| corrupt(e.to_string()))?;
+        let batch = filter
+            .apply(complete(R::TABLE, &batch, file).map_err(corrupt)?)
+            .map_err(corrupt)?;
+        if batch.num_rows() == 0 {
+            continue;
+        }
+        part.rows.extend(from_batch::<R>(&batch)?);
+        let keys = R::TABLE
+            .sort_columns()
+            .iter()
+            .filter_map(|name| batch.column_by_name(name).cloned());
+        part.keys.push(keys.collect());
+    }
+    Ok(part)
 }
 
 /// The batch with the table's schema: partition columns put back, columns that an older file lacks filled with nulls.
@@ -248,6 +292,32 @@ fn complete(table: Table, batch: &RecordBatch, file: &DataFile) -> Result<Record
         };
         columns.push(column);
     }
-    RecordBatch::try_new(Arc::new(Schema::new(schema.fields().clone())), columns)
-        .map_err(|e| e.to_string())
+    RecordBatch::try_new(schema, columns).map_err(|e| e.to_string())
+}
+
+/// All rows in the order of their sort columns.
+fn merge<R: Row>(parts: Vec<Part<R>>) -> Result<Vec<R>, String> {
+    let mut rows = Vec::with_capacity(parts.iter().map(|part| part.rows.len()).sum());
+    let mut keys = Vec::new();
+    for part in parts {
+        rows.extend(part.rows.into_iter().map(Some));
+        keys.extend(part.keys);
+    }
+    if rows.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut columns = Vec::new();
+    for index in 0..R::TABLE.sort_columns().len() {
+        let pieces: Vec<&dyn Array> = keys.iter().map(|batch| batch[index].as_ref()).collect();
+        columns.push(SortColumn {
+            values: concat(&pieces).map_err(|e| e.to_string())?,
+            options: None,
+        });
+    }
+    let order = lexsort_to_indices(&columns, None).map_err(|e| e.to_string())?;
+    Ok(order
+        .values()
+        .iter()
+        .filter_map(|index| rows[*index as usize].take())
+        .collect())
 }
