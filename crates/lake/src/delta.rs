@@ -1,5 +1,6 @@
 //! All dealings with the table format's library: loading, making and widening tables, committing files.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use arrow_array::RecordBatch;
@@ -285,9 +286,9 @@ impl Place {
         };
         for entry in entries {
             let name = entry.map_err(|e| LakeError::reading(&log, e))?.file_name();
-            if name
-                .to_str()
-                .is_some_and(|name| name.ends_with(".json") || name.ends_with(".parquet"))
+            if Path::new(&name)
+                .extension()
+                .is_some_and(|extension| extension == "json" || extension == "parquet")
             {
                 return Ok(true);
             }

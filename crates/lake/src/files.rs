@@ -284,5 +284,6 @@ pub(crate) fn fit(batch: &RecordBatch, schema: SchemaRef) -> Result<RecordBatch,
         let column = batch.column_by_name(field.name()).cloned();
         column.unwrap_or_else(|| arrow_array::new_null_array(field.data_type(), batch.num_rows()))
     };
-    RecordBatch::try_new(schema.clone(), schema.fields().iter().map(column).collect())
+    let columns = schema.fields().iter().map(column).collect();
+    RecordBatch::try_new(schema, columns)
 }

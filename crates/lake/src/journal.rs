@@ -146,13 +146,12 @@ impl Journal {
         for segment in &mut segments {
             segment.episodes.retain(|id| !replay.is_committed(id));
         }
-        let file = match segments.back() {
-            Some(segment) => append_to(&segment.path)?,
-            None => {
-                let (segment, file) = Segment::create(dir, shard, 1)?;
-                segments.push_back(segment);
-                file
-            }
+        let file = if let Some(segment) = segments.back() {
+            append_to(&segment.path)?
+        } else {
+            let (segment, file) = Segment::create(dir, shard, 1)?;
+            segments.push_back(segment);
+            file
         };
 
         let log = Arc::new(Log {
@@ -481,9 +480,9 @@ fn read_segment(
         if let Some(id) = event.episode_id() {
             segments[index].episodes.insert(id.clone());
         } else if matches!(event, JournalEvent::Compacted { .. }) {
-            segments
-                .iter_mut()
-                .for_each(|segment| segment.episodes.clear());
+            for segment in segments.iter_mut() {
+                segment.episodes.clear();
+            }
         }
         replay.event(event);
     }

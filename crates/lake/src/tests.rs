@@ -43,8 +43,8 @@ async fn read<R: Row>(snapshot: &Snapshot) -> Vec<R> {
 #[derive(Debug, PartialEq)]
 struct Content(Vec<Vec<String>>);
 
-fn text<R: std::fmt::Debug>(rows: Vec<R>) -> Vec<String> {
-    rows.iter().map(|row| format!("{row:?}")).collect()
+fn text<R: std::fmt::Debug>(rows: impl IntoIterator<Item = R>) -> Vec<String> {
+    rows.into_iter().map(|row| format!("{row:?}")).collect()
 }
 
 async fn content(lake: &Lake) -> Content {
@@ -67,13 +67,13 @@ fn once(bundles: &[EpisodeBundle]) -> Content {
     tasks.dedup();
     Content(vec![
         text(tasks),
-        text(bundles.iter().map(|b| b.episode.clone()).collect()),
-        text(bundles.iter().flat_map(|b| b.messages.clone()).collect()),
-        text(bundles.iter().flat_map(|b| b.steps.clone()).collect()),
-        text(bundles.iter().flat_map(|b| b.tool_calls.clone()).collect()),
-        text(bundles.iter().flat_map(|b| b.tokens.clone()).collect()),
-        text(bundles.iter().flat_map(|b| b.verdicts.clone()).collect()),
-        text(bundles.iter().flat_map(|b| b.rewards.clone()).collect()),
+        text(bundles.iter().map(|b| &b.episode)),
+        text(bundles.iter().flat_map(|b| &b.messages)),
+        text(bundles.iter().flat_map(|b| &b.steps)),
+        text(bundles.iter().flat_map(|b| &b.tool_calls)),
+        text(bundles.iter().flat_map(|b| &b.tokens)),
+        text(bundles.iter().flat_map(|b| &b.verdicts)),
+        text(bundles.iter().flat_map(|b| &b.rewards)),
     ])
 }
 

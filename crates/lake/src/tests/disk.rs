@@ -78,7 +78,8 @@ async fn strays(dir: &Utf8Path) -> Vec<Utf8PathBuf> {
             let entry = entry.unwrap();
             if entry.file_name() == "_delta_log" {
                 continue;
-            } else if entry.file_type().unwrap().is_dir() {
+            }
+            if entry.file_type().unwrap().is_dir() {
                 folders.push(entry.into_path());
             } else if !listed.contains(entry.path()) {
                 found.push(entry.into_path());

@@ -317,7 +317,7 @@ fn a_second_process_is_told_who_holds_the_journal() {
         return;
     }
     let (_keep, dir) = dir();
-    let (_journal, _) = Journal::open(&dir, "0").unwrap();
+    let (journal, _) = Journal::open(&dir, "0").unwrap();
     let ask = || {
         child(
             "tests::journal::a_second_process_is_told_who_holds_the_journal",
@@ -331,7 +331,7 @@ fn a_second_process_is_told_who_holds_the_journal() {
         said.contains(&format!("held by process {}", std::process::id())),
         "{said}"
     );
-    drop(_journal);
+    drop(journal);
     let said = String::from_utf8(ask().stdout).unwrap();
     assert!(!said.contains("held by"), "{said}");
 }

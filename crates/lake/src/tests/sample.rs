@@ -56,7 +56,7 @@ fn task(n: usize, purpose: &str) -> TaskRow {
         family: "family".into(),
         difficulty: some(n, 2),
         split: some(n, "train".into()),
-        unseen_family: n % 3 == 0,
+        unseen_family: n.is_multiple_of(3),
         instruction: format!("count the lines of «{n}»\nand \"submit\" ✓"),
         verifier: some(n, "{}".into()),
         milestones: some(n + 1, "[]".into()),

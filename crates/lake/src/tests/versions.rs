@@ -11,11 +11,11 @@ use drillyard_schema::table::{EpisodeRow, StepRow, TrainMetricRow, VerdictRow};
 use super::{dir, open, read, sample};
 use crate::{LakeError, Txn};
 
-fn txn(app: &str, version: i64) -> Option<Txn> {
-    Some(Txn {
+fn txn(app: &str, version: i64) -> Txn {
+    Txn {
         app: app.into(),
         version,
-    })
+    }
 }
 
 #[tokio::test]
@@ -23,22 +23,33 @@ async fn a_transaction_is_in_once() {
     let (_keep, dir) = dir();
     let lake = open(&dir).await;
     let rows = [sample::bundle(0).episode];
-    assert_eq!(lake.append(&rows, txn("a", 1)).await.unwrap(), Some(1));
-    assert_eq!(lake.append(&rows, txn("a", 1)).await.unwrap(), None);
-    assert_eq!(lake.append(&rows, txn("b", 1)).await.unwrap(), Some(2));
-    assert_eq!(lake.append(&rows, txn("a", 2)).await.unwrap(), Some(3));
     assert_eq!(
-        lake.append(&rows, txn("a", 1)).await.unwrap(),
+        lake.append(&rows, Some(txn("a", 1))).await.unwrap(),
+        Some(1)
+    );
+    assert_eq!(lake.append(&rows, Some(txn("a", 1))).await.unwrap(), None);
+    assert_eq!(
+        lake.append(&rows, Some(txn("b", 1))).await.unwrap(),
+        Some(2)
+    );
+    assert_eq!(
+        lake.append(&rows, Some(txn("a", 2))).await.unwrap(),
+        Some(3)
+    );
+    assert_eq!(
+        lake.append(&rows, Some(txn("a", 1))).await.unwrap(),
         None,
         "an older one is in as well"
     );
     assert_eq!(
-        lake.append::<EpisodeRow>(&[], txn("a", 9)).await.unwrap(),
+        lake.append::<EpisodeRow>(&[], Some(txn("a", 9)))
+            .await
+            .unwrap(),
         None
     );
     // Another process knows it from the table.
     let other = open(&dir).await;
-    assert_eq!(other.append(&rows, txn("a", 2)).await.unwrap(), None);
+    assert_eq!(other.append(&rows, Some(txn("a", 2))).await.unwrap(), None);
     assert_eq!(other.last_txn(Table::Episodes, "a").await.unwrap(), Some(2));
     assert_eq!(other.last_txn(Table::Episodes, "c").await.unwrap(), None);
     assert_eq!(other.last_txn(Table::Steps, "a").await.unwrap(), None);
@@ -115,7 +126,7 @@ async fn appenders_do_not_lose_each_others_rows() {
                 let version = lake
                     .append(
                         &[sample::bundle(n).episode],
-                        txn(&format!("shard-{appender}"), i as i64 + 1),
+                        Some(txn(&format!("shard-{appender}"), i as i64 + 1)),
                     )
                     .await
                     .unwrap();

@@ -53,7 +53,7 @@ async fn a_batch_is_committed_when_it_is_old_or_large() {
         let (writer, _) = Writer::start(lake.clone(), options).await.unwrap();
         writer.submit(sample::bundle(n)).await.unwrap();
         // Visible while the writer goes on.
-        let deadline = std::time::Instant::now() + Duration::from_secs(60);
+        let deadline = std::time::Instant::now() + Duration::from_mins(1);
         while read::<EpisodeRow>(&lake.snapshot().await.unwrap())
             .await
             .len()
