@@ -40,7 +40,7 @@ const OUTPUT_FILE_BYTES: u64 = 16 << 20;
 /// Calls of one turn beyond this are not run.
 const CALLS_PER_TURN: usize = 16;
 /// A verifier that takes longer has failed.
-const VERIFY_TIMEOUT: Duration = Duration::from_secs(120);
+const VERIFY_TIMEOUT: Duration = Duration::from_mins(2);
 /// The agent is warned once this share of the episode's time is used.
 const WARN_AT: f64 = 0.8;
 

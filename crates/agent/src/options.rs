@@ -142,7 +142,7 @@ impl RolloutOptions {
             max_steps: 6,
             observation_bytes: 4096,
             call_timeout: Duration::from_secs(30),
-            episode_timeout: Duration::from_secs(600),
+            episode_timeout: Duration::from_mins(10),
             parse_limit: 3,
             idle_limit: 2,
             attempts: 3,

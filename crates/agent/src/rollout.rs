@@ -131,13 +131,12 @@ impl WorkList {
                 continue;
             }
             let set = find_set(task)?;
-            let toolset = match toolsets.get(&task.tools) {
-                Some(toolset) => toolset.clone(),
-                None => {
-                    let toolset = Arc::new(Toolset::named(&task.tools)?);
-                    toolsets.insert(task.tools.clone(), toolset.clone());
-                    toolset
-                }
+            let toolset = if let Some(toolset) = toolsets.get(&task.tools) {
+                toolset.clone()
+            } else {
+                let toolset = Arc::new(Toolset::named(&task.tools)?);
+                toolsets.insert(task.tools.clone(), toolset.clone());
+                toolset
             };
             let task = Arc::new(task.clone());
             for sample in 0..options.samples {

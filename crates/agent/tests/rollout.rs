@@ -1,5 +1,7 @@
 //! Whole rollouts: real sandboxes, a real lake, and policies that are scripts or a fake endpoint.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};

@@ -26,6 +26,8 @@ pub use milestones::call_milestone;
 pub use names::{NameGrammar, grammar};
 pub use observation::{Observation, observation};
 pub use prompt::system_prompt;
-pub use task_set::{ExpertTurn, Family, TASK_SETS, TaskSet, Verification, call_text, task_set};
+pub use task_set::{
+    ExpertTurn, Family, ResolvedFile, TASK_SETS, TaskSet, Verification, call_text, task_set,
+};
 pub use tools::{TOOLSET_VERSION, ToolAction, Toolset};
 pub use wrangle::structure_texts;

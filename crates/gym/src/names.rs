@@ -51,7 +51,7 @@ impl NameGrammar {
             // Some awks read a word that starts with `nan` as the number it names.
             .filter(|name| !RESERVED.contains(&name.as_str()) && !name.starts_with("nan"))
         {
-            if digest(&["held-out name", &name])[0] % 10 == 0 {
+            if digest(&["held-out name", &name])[0].is_multiple_of(10) {
                 held_out.push(name);
             } else {
                 common.push(name);

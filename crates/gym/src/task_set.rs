@@ -11,6 +11,9 @@ use crate::error::GymError;
 use crate::text2sql::Text2Sql;
 use crate::wrangle::Wrangle;
 
+/// A file to lay into a work directory: its path there and its content. An asset's bytes are shared among tasks.
+pub type ResolvedFile = (String, Arc<[u8]>);
+
 /// A kind of task within a set.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Family {
@@ -112,7 +115,7 @@ pub trait TaskSet: Send + Sync {
     fn expert(&self, task: &Task, seed: u64, mistake_rate: f64) -> Vec<ExpertTurn>;
 
     /// The files to lay into the work directory, assets resolved.
-    fn setup_files(&self, task: &Task) -> Result<Vec<(String, Arc<[u8]>)>, GymError> {
+    fn setup_files(&self, task: &Task) -> Result<Vec<ResolvedFile>, GymError> {
         task.setup
             .iter()
             .map(|file| {

@@ -17,7 +17,7 @@ impl ExpertClient {
         Self { mistake_rate }
     }
 
-    fn turn_now(&self, request: TurnRequest<'_>) -> Result<TurnReply, PolicyError> {
+    fn turn_now(self, request: TurnRequest<'_>) -> Result<TurnReply, PolicyError> {
         let Some(set) = task_set(&request.task.task_set) else {
             let set = &request.task.task_set;
             return Err(PolicyError::Config(format!(

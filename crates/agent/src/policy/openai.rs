@@ -33,7 +33,7 @@ impl Default for Retries {
         Self {
             times: 5,
             first_wait: Duration::from_millis(250),
-            longest_wait: Duration::from_secs(60),
+            longest_wait: Duration::from_mins(1),
         }
     }
 }
@@ -76,7 +76,7 @@ impl OpenAiConfig {
             token_ids: false,
             drillyard: false,
             weights_hash: None,
-            timeout: Duration::from_secs(300),
+            timeout: Duration::from_mins(5),
             retries: Retries::default(),
         }
     }
@@ -427,9 +427,9 @@ fn read_reply(reply: &Value) -> Result<TurnReply, String> {
             .map(|n| n as i32)
     };
     let prompt_tokens = usage("prompt_tokens")
-        .or_else(|| (!prompt_token_ids.is_empty()).then(|| prompt_token_ids.len() as i32));
+        .or_else(|| (!prompt_token_ids.is_empty()).then_some(prompt_token_ids.len() as i32));
     let generated_tokens = usage("completion_tokens")
-        .or_else(|| (!token_ids.is_empty()).then(|| token_ids.len() as i32));
+        .or_else(|| (!token_ids.is_empty()).then_some(token_ids.len() as i32));
     let own = reply.get("drillyard");
     let rebuilt = !calls.is_empty();
     Ok(TurnReply {

@@ -251,7 +251,7 @@ fn trade(db: &Connection, products: &[Product], draw: &mut Draw) -> rusqlite::Re
 
         let mut total = 0.0;
         let mut chosen = Vec::new();
-        for _ in 0..1 + draw.below(5) {
+        for _ in 0..=draw.below(5) {
             let at = draw.below(products.len());
             if products[at].active_until <= day || chosen.contains(&at) {
                 continue;

@@ -24,6 +24,10 @@ pub(crate) fn mistake(plan: &Plan) -> String {
     command(plan, false)
 }
 
+#[expect(
+    clippy::many_single_char_names,
+    reason = "the commands below read better with short names"
+)]
 fn command(plan: &Plan, right: bool) -> String {
     let (i, j, o) = (&plan.input, plan.second(), &plan.output);
     let (d, c) = (plan.delimiter, plan.column);

@@ -132,7 +132,7 @@ pub(crate) fn instance(op: Op, split: Split, seed: u64) -> (Task, [u8; 32]) {
         let instruction = wording::instruction(&plan, &mut draw);
         let content = content_hash(&instruction, &files);
         if split_of(&content) == split {
-            return (task(plan, instruction, files, split, seed), content);
+            return (task(&plan, instruction, files, split, seed), content);
         }
     }
 }
@@ -154,7 +154,7 @@ fn split_of(content: &[u8; 32]) -> Split {
 }
 
 fn task(
-    plan: Plan,
+    plan: &Plan,
     instruction: String,
     files: Vec<(String, String)>,
     split: Split,

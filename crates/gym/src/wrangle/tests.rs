@@ -1,6 +1,7 @@
 //! The promises of the task set, checked over random seeds: the right command verifies, the mistake runs and does not.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::process::Command;
 
 use proptest::prelude::*;
@@ -54,7 +55,7 @@ fn check(op: Op, split: Split, seed: u64) {
     let (code, files) = run(&task, &mistake);
     let verified = Wrangle.verify(&task, &files, None);
     assert_eq!(code, Some(0), "{mistake}");
-    assert!(!verified.success, "{mistake}: {:?}", task);
+    assert!(!verified.success, "{mistake}: {task:?}");
     assert!((0.0..1.0).contains(&verified.score));
     assert_eq!(verified.fault, None);
     assert!(verified.milestones.contains(&"output_exists".to_owned()));
@@ -162,7 +163,7 @@ fn the_train_split_never_uses_a_held_out_name() {
         for task in Wrangle.generate(split, 800, 3) {
             let mut text = task.instruction.clone();
             for file in &task.setup {
-                text.push_str(&format!(" {} {:?}", file.path, file.content));
+                let _ = write!(text, " {} {:?}", file.path, file.content);
             }
             // `\n` in the debug text would glue an n to the next word.
             let text = text.replace("\\n", " ");

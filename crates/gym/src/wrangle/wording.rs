@@ -11,6 +11,10 @@ pub(crate) fn instruction(plan: &Plan, draw: &mut Draw) -> String {
 }
 
 /// The two wordings of a family.
+#[expect(
+    clippy::many_single_char_names,
+    reason = "the sentences below read better with short names"
+)]
 fn wordings(plan: &Plan) -> [String; 2] {
     let (i, j, o, c) = (&plan.input, plan.second(), &plan.output, plan.column);
     let (v, w, n) = (plan.bound_text(), plan.word(), plan.new_word());
