@@ -100,6 +100,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::approx_constant, reason = "as published")]
     fn a_masked_token_splits_the_two_readings() {
         let mask = [true, false, true];
         let (advantages, returns) = skyrl(mask, 1.0, 1.0);

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use drillyard_schema::{Split, Table};
+use drillyard_schema::{RunId, Split, Table};
 use polars::prelude::*;
 
 use crate::frame::{Columns, collect, join};
@@ -145,7 +145,7 @@ fn nothing(
         what: "episodes of other purposes",
     };
     let found: BTreeSet<_> = columns.texts("purpose")?.into_iter().collect();
-    let runs: Vec<_> = request.runs.iter().map(|r| r.as_str()).collect();
+    let runs: Vec<_> = request.runs.iter().map(RunId::as_str).collect();
     Ok(if found.is_empty() {
         CreditError::NoEpisodes {
             runs: runs.join(", "),

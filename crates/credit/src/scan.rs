@@ -107,8 +107,9 @@ fn scan_file(
         } else if found.contains(column) {
             col(*column)
         } else if schema
-            .field_with_name(column)
-            .is_ok_and(|f| f.is_nullable())
+            .fields()
+            .find(column)
+            .is_some_and(|(_, field)| field.is_nullable())
         {
             // A file from before the column was added.
             lit(NULL)

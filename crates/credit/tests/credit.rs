@@ -1,5 +1,7 @@
 //! Random lakes against `credit-math`'s plain loops, and what must be refused.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use camino::{Utf8Path, Utf8PathBuf};
@@ -393,7 +395,7 @@ fn random_lake(seed: u64) -> Vec<Ep> {
         let mut ep = Ep::new(&format!("held-{i}"), "task-0", r.chance(50));
         ep.purpose = "held_out";
         ep.split = Some("held_out");
-        ep.group = episodes[0].group.clone();
+        ep.group.clone_from(&episodes[0].group);
         episodes.push(ep);
     }
     for i in (1..episodes.len()).rev() {

@@ -27,10 +27,10 @@ fn chat_message(row: &MessageRow) -> Result<Value, String> {
     if let Some(calls) = &row.tool_calls {
         message.insert("tool_calls".to_owned(), parse(calls)?);
     }
-    if let Some(extras) = &row.extras {
-        if let Value::Object(extras) = parse(extras)? {
-            message.extend(extras);
-        }
+    if let Some(extras) = &row.extras
+        && let Value::Object(extras) = parse(extras)?
+    {
+        message.extend(extras);
     }
     Ok(Value::Object(message))
 }

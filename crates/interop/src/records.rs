@@ -162,7 +162,7 @@ impl Splitter<'_> {
                     depth += 1;
                     i += 1;
                 }
-                b'}' | b']' if depth == 0 => return Some(i),
+                b'}' | b']' | b',' if depth == 0 => return Some(i),
                 b'}' | b']' => {
                     depth -= 1;
                     i += 1;
@@ -170,7 +170,6 @@ impl Splitter<'_> {
                         return Some(i);
                     }
                 }
-                b',' if depth == 0 => return Some(i),
                 _ => i += 1,
             }
         }

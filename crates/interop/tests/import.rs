@@ -1,5 +1,7 @@
 //! Imports of the small hand-written files in `fixtures/`, of damaged copies of them, and of public files where they are present.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use camino::{Utf8Path, Utf8PathBuf};
@@ -397,6 +399,7 @@ struct Figures {
     last_differs: usize,
 }
 
+#[expect(clippy::float_cmp, reason = "both are read as they were written")]
 fn figures(path: &Utf8Path) -> (Vec<EpisodeBundle>, Figures) {
     let (bundles, imported) = read(path);
     assert!(

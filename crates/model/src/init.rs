@@ -183,7 +183,9 @@ fn orthonormal(
                 .for_each(|(x, o)| *x -= along * o);
         }
         let length = dot(&vector, &vector).sqrt();
-        vector.iter_mut().for_each(|x| *x /= length);
+        for x in &mut vector {
+            *x /= length;
+        }
         found.push(vector);
     }
     found.split_off(basis.len())
