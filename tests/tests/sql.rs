@@ -4,6 +4,8 @@
 //! in memory, with the lake's own schemas; columns left out get the value of an ordinary row. Run with `UPDATE_SLT=1` to write what the
 //! queries return into the files (then read the difference).
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::sync::Arc;
@@ -18,6 +20,9 @@ use sqllogictest::{
     strict_column_validator,
 };
 
+/// A check of the library as a whole.
+type Check = fn(&Utf8Path, &Library) -> Result<(), Failed>;
+
 fn main() {
     let arguments = Arguments::from_args();
     let sql = Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../sql");
@@ -31,7 +36,7 @@ fn main() {
             Trial::test(name, move || run(&path, &library))
         })
         .collect();
-    let checks: [(&str, fn(&Utf8Path, &Library) -> Result<(), Failed>); 4] = [
+    let checks: [(&str, Check); 4] = [
         ("every file loads", every_file_loads),
         ("files come in pairs", files_come_in_pairs),
         ("labels are all there", labels_are_all_there),

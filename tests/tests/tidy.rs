@@ -1,5 +1,7 @@
 //! The architecture's invariants, checked on the manifests and the sources. ARCHITECTURE.md says why each holds.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use arrow_array::{ArrayRef, Float64Array, Int32Array, RecordBatch, StringArray};
 use arrow_schema::{ArrowError, DataType, Field, Schema};
 use drillyard_schema::table::{FindingRow, ScoreRow, to_batch};
-use drillyard_schema::{EpisodeId, RunId, StageRunId};
+use drillyard_schema::{EpisodeId, FailReason, RunId, StageRunId};
 use serde::{Deserialize, Serialize};
 
 use crate::error::{ErrorKind, Problem, QueryError};
@@ -15,7 +15,7 @@ use crate::library::SqlFile;
 use crate::session::Session;
 
 /// A rule that takes longer is set aside.
-const RULE_TIMEOUT: Duration = Duration::from_secs(300);
+const RULE_TIMEOUT: Duration = Duration::from_mins(5);
 
 /// What one rule hit.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -268,7 +268,7 @@ pub(crate) fn rules_batch(rules: &[SqlFile]) -> Result<RecordBatch, QueryError> 
     };
     let fail_reasons: StringArray = rules
         .iter()
-        .map(|(_, qa)| qa.fail_reason.map(|r| r.as_str()))
+        .map(|(_, qa)| qa.fail_reason.map(FailReason::as_str))
         .collect();
     let columns: Vec<(Field, ArrayRef)> = vec![
         (

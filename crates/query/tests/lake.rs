@@ -1,5 +1,7 @@
 //! Sessions and QA over a lake on disk.
 
+#![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
+
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_lake::{Lake, Snapshot};
 use drillyard_query::{

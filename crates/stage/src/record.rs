@@ -88,7 +88,7 @@ pub fn hash_files<'a>(
             .read_dir_utf8()
             .map_err(|e| Failure::new(INPUT, format!("{dir}: {e}")))?;
         for entry in entries {
-            let path = entry.map_err(|e| Failure::io(&dir, &e))?.into_path();
+            let path = entry.map_err(|e| Failure::io(dir, &e))?.into_path();
             if path.extension() == Some(extension) {
                 files.push(path);
             }
