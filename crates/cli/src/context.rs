@@ -39,7 +39,7 @@ impl Context {
             let text =
                 toml::to_string_pretty(&pipeline).map_err(|e| Failure::from_error(INPUT, &e))?;
             ui.data(&text)
-                .map_err(|e| Failure::io(&"standard output", &e))?;
+                .map_err(|e| Failure::io("standard output", &e))?;
             return Err(Failure::new(
                 drillyard_stage::exit::OK,
                 "dry run: nothing was done",
@@ -145,7 +145,7 @@ pub(crate) fn write_atomically(path: &Utf8Path, content: &[u8]) -> Result<(), Fa
 
 /// An output error: whatever the cause, it is the output that failed.
 pub(crate) fn output(path: &Utf8Path, error: &std::io::Error) -> Failure {
-    let failure = Failure::io(&path, error);
+    let failure = Failure::io(path, error);
     Failure {
         code: OUTPUT,
         hint: failure.hint.or_else(|| {
@@ -157,5 +157,5 @@ pub(crate) fn output(path: &Utf8Path, error: &std::io::Error) -> Failure {
 
 /// `path` from the root.
 pub(crate) fn absolute(path: &Utf8Path) -> Result<Utf8PathBuf, Failure> {
-    camino::absolute_utf8(path).map_err(|e| Failure::io(&path, &e))
+    camino::absolute_utf8(path).map_err(|e| Failure::io(path, &e))
 }

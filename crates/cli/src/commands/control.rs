@@ -1,6 +1,8 @@
 //! `drillyard control`: the negative control. Whole outcomes are permuted within each task before credit, everything else is equal; what
 //! is gained then is not learned from outcomes. Beside it stands the base at its best temperature, so that mere sharpening is visible.
 
+use std::fmt::Write as _;
+
 use drillyard_report::evaluation::paired_difference;
 use drillyard_stage::Failure;
 use drillyard_stage::exit::OK;
@@ -70,14 +72,15 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     let mut policies = Vec::new();
     for one in &measured {
         let s = one.figures.success;
-        text.push_str(&format!(
-            "  {:<16} {:.1} % [{:.1}, {:.1}] of {}\n",
+        let _ = writeln!(
+            text,
+            "  {:<16} {:.1} % [{:.1}, {:.1}] of {}",
             one.figures.policy,
             s.value * 100.0,
             s.lo * 100.0,
             s.hi * 100.0,
             s.n
-        ));
+        );
         policies.push(&one.figures);
     }
     let difference = measured
@@ -90,12 +93,13 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
         } else {
             "NOT below 5 points: the gain is not all learned from outcomes"
         };
-        text.push_str(&format!(
-            "  control − base   {:+.1} points [{:+.1}, {:+.1}]; upper bound {verdict}\n",
+        let _ = writeln!(
+            text,
+            "  control − base   {:+.1} points [{:+.1}, {:+.1}]; upper bound {verdict}",
             d.value * 100.0,
             d.lo * 100.0,
             d.hi * 100.0
-        ));
+        );
     }
     text.push_str("next: make report\n");
     let path = context
@@ -112,6 +116,6 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     context
         .ui
         .data(&text)
-        .map_err(|e| Failure::io(&"standard output", &e))?;
+        .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }

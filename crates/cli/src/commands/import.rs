@@ -1,6 +1,7 @@
 //! `drillyard import`: trajectories that another harness recorded.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_interop::{Format, ImportOptions, import, write_problems};
@@ -49,11 +50,12 @@ pub(crate) async fn run(context: &Context, path: Option<&Utf8Path>) -> Result<u8
         }
     );
     for (name, value) in record.figures.as_object().into_iter().flatten() {
-        text.push_str(&format!(
-            "  {:<24} {}\n",
+        let _ = writeln!(
+            text,
+            "  {:<24} {}",
             name.replace('_', " "),
             drillyard_report::inline(value)
-        ));
+        );
     }
     text.push_str("next: make qa train with the same PIPELINE\n");
     context

@@ -15,6 +15,6 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     context
         .ui
         .data(&format!("{}\n", pool.limits()))
-        .map_err(|e| Failure::io(&"standard output", &e))?;
+        .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }

@@ -1,6 +1,8 @@
 //! The loop: rollout, qa, credit, train, eval. Each verb brings what comes before it up to date where that is cheap, and never runs
 //! episodes behind the user's back.
 
+use std::fmt::Write as _;
+
 use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OK};
 use drillyard_stage::{Failure, PolicyKind, Record};
 
@@ -20,8 +22,11 @@ pub(crate) async fn rollout(context: &Context, shard: ShardArgs) -> Result<u8, F
     Ok(OK)
 }
 
-/// Judges the current episodes.
+/// Judges the current episodes. A pipeline that names recorded trajectories brings them up to date first.
 pub(crate) async fn qa(context: &Context) -> Result<u8, Failure> {
+    if !context.pipeline.import.path.as_str().is_empty() {
+        super::import::run(context, None).await?;
+    }
     let run = context.current()?;
     let record = judged(context, &run).await?;
     summary(context, &record, "train")?;
@@ -172,15 +177,16 @@ fn summary(context: &Context, record: &Record, next: &str) -> Result<(), Failure
         }
     );
     for (name, value) in section.figures.as_object().into_iter().flatten() {
-        text.push_str(&format!(
-            "  {:<24} {}\n",
+        let _ = writeln!(
+            text,
+            "  {:<24} {}",
             name.replace('_', " "),
             drillyard_report::inline(value)
-        ));
+        );
     }
-    text.push_str(&format!("next: make {next}\n"));
+    let _ = writeln!(text, "next: make {next}");
     context
         .ui
         .data(&text)
-        .map_err(|e| Failure::io(&"standard output", &e))
+        .map_err(|e| Failure::io("standard output", &e))
 }

@@ -1,5 +1,7 @@
 //! `drillyard nights N`: night after night from the champion, which moves only if validation does not fall.
 
+use std::fmt::Write as _;
+
 use drillyard_release::{Registry, Verdict};
 use drillyard_report::evaluation::paired_difference;
 use drillyard_schema::table::{ReleaseRow, Timestamp};
@@ -81,8 +83,9 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
             .await
             .map_err(|e| Failure::from_error(OUTPUT, &e))?;
         let gain = paired_difference(&before.outcomes, &after.outcomes);
-        text.push_str(&format!(
-            "night {night}: {reason}{} → {}\n",
+        let _ = writeln!(
+            text,
+            "night {night}: {reason}{} → {}",
             gain.map_or_else(String::new, |d| format!(
                 " ({:+.1} points [{:+.1}, {:+.1}])",
                 d.value * 100.0,
@@ -94,7 +97,7 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
             } else {
                 "refused, champion stays"
             }
-        ));
+        );
         current = Some(run);
     }
     let champion = registry
@@ -112,14 +115,15 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
         let mut figures = Vec::new();
         for one in &measured {
             let s = one.figures.success;
-            text.push_str(&format!(
-                "held out, {:<9} {:.1} % [{:.1}, {:.1}] of {}\n",
+            let _ = writeln!(
+                text,
+                "held out, {:<9} {:.1} % [{:.1}, {:.1}] of {}",
                 one.figures.policy,
                 s.value * 100.0,
                 s.lo * 100.0,
                 s.hi * 100.0,
                 s.n
-            ));
+            );
             figures.push(&one.figures);
         }
         let path = context
@@ -130,10 +134,10 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
             format!("{:#}\n", json!({ "nights": n, "policies": figures })).as_bytes(),
         )?;
     }
-    text.push_str(&format!("champion: {champion}\n"));
+    let _ = writeln!(text, "champion: {champion}");
     context
         .ui
         .data(&text)
-        .map_err(|e| Failure::io(&"standard output", &e))?;
+        .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }

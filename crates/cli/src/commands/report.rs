@@ -27,7 +27,7 @@ pub(crate) fn run(context: &Context, json: bool) -> Result<u8, Failure> {
     context
         .ui
         .data(&text)
-        .map_err(|e| Failure::io(&"standard output", &e))?;
+        .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }
 
@@ -94,7 +94,7 @@ pub(crate) fn finish(
     context
         .ui
         .data(&text)
-        .map_err(|e| Failure::io(&"standard output", &e))
+        .map_err(|e| Failure::io("standard output", &e))
 }
 
 fn machine() -> String {

@@ -1,5 +1,6 @@
 //! `drillyard sql`: a query, a file, or a shell with history.
 
+use std::fmt::Write as _;
 use std::fs::File;
 use std::io::IsTerminal;
 
@@ -90,7 +91,7 @@ async fn answer(
             .write(format, &style, &mut text)
             .map_err(|e| query_failure(&e))?;
         ui.data(&String::from_utf8_lossy(&text))
-            .map_err(|e| Failure::io(&"standard output", &e))?;
+            .map_err(|e| Failure::io("standard output", &e))?;
     }
     Ok(OK)
 }
@@ -130,10 +131,11 @@ async fn read_lines(
         if statement.is_empty() && line.trim() == "\\d" {
             let mut listing = String::new();
             for table in shell::tables(session) {
-                listing.push_str(&format!(
-                    "{:<24} {:<6} {}\n",
+                let _ = writeln!(
+                    listing,
+                    "{:<24} {:<6} {}",
                     table.name, table.kind, table.title
-                ));
+                );
             }
             ui.data(&listing).map_err(|e| Failure::new(OUTPUT, e))?;
             continue;
