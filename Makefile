@@ -4,6 +4,7 @@ PIPELINE ?= pipelines/quickstart.toml
 # What `make` is asked to override in the pipeline, as SET="train.lr=1e-4 tasks.train=100".
 SET ?=
 N ?= 3
+SEEDS ?= 7 8 9
 CARGO ?= cargo
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 HOST := $(shell rustc -vV 2>/dev/null | sed -n 's/^host: //p')
@@ -24,7 +25,7 @@ RUN += --set import.path=$(IMPORT)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup helpers build rollout import qa credit train eval report nights control base test lint notebooks bench clean
+.PHONY: help setup helpers build rollout import qa credit train eval report nights seeds control base test lint notebooks bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -67,6 +68,11 @@ report: build ## print the last report card
 
 nights: build ## N nights in a row, each from the champion (N=3)
 	@$(RUN) nights $(N)
+
+seeds: build ## the loop with three seeds, and what each gained (SEEDS="7 8 9")
+	@for seed in $(SEEDS); do \
+	  for verb in rollout qa train; do $(RUN) --set seed=$$seed $$verb || exit $$?; done; done
+	@$(RUN) sql -f sql/metrics/gains.sql
 
 control: build ## the negative control: the same training on permuted outcomes
 	@$(RUN) control

@@ -6,7 +6,7 @@ use std::sync::{Mutex, PoisonError};
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use drillyard_lake::{
-    EpisodeBundle, Journal, JournalEvent, Lake, LoggedFile, Writer, WriterOptions,
+    EpisodeBundle, Journal, JournalEvent, Lake, LoggedFile, Writer, WriterOptions, crash_point,
 };
 use drillyard_sandbox::{Change, ChangedFile, Pool, SandboxError};
 use drillyard_schema::table::EpisodeRow;
@@ -221,7 +221,9 @@ impl Shared {
             episode_id: episode.clone(),
             step_index: step as i32,
             call_index: index as i32,
-        })
+        })?;
+        crash_point("mid_call");
+        Ok(())
     }
 
     pub fn log_result(
@@ -325,12 +327,11 @@ fn read_past(events: Vec<JournalEvent>) -> Past {
             }),
             _ => continue,
         };
-        match read {
-            Some(event) => past.push(event),
-            None => {
-                past.push(PastEvent::Unreadable);
-                break;
-            }
+        if let Some(event) = read {
+            past.push(event);
+        } else {
+            past.push(PastEvent::Unreadable);
+            break;
         }
     }
     Past::new(started_at, past)

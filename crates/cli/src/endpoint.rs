@@ -7,30 +7,20 @@ use std::time::Duration;
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT};
 use drillyard_stage::{Failure, Ui};
-use serde::Deserialize;
 use tokio::io::{AsyncBufReadExt, BufReader};
 use tokio::process::{Child, ChildStdin, Command};
 
+use crate::stages::Served;
+
 /// How long the server may take to load a checkpoint.
-const START_TIMEOUT: Duration = Duration::from_secs(120);
+const START_TIMEOUT: Duration = Duration::from_mins(2);
 
 /// A served checkpoint. The server ends when this is dropped, also when the program is killed: it watches its standard input.
 pub(crate) struct Endpoint {
-    /// Where it listens, such as `127.0.0.1:40123`.
-    pub address: String,
-    /// Hash of the weights.
-    pub weights_hash: String,
-    /// The model's name at the endpoint.
-    pub model: String,
-    _stdin: Option<ChildStdin>,
+    /// Where it listens, and what.
+    pub served: Served,
+    stdin: Option<ChildStdin>,
     child: Child,
-}
-
-#[derive(Deserialize)]
-struct Ready {
-    listening: String,
-    model: String,
-    weights_hash: String,
 }
 
 /// The program that trains and serves: beside this one, as both are built together.
@@ -124,7 +114,7 @@ impl Endpoint {
                 ));
             }
         };
-        let ready: Ready = serde_json::from_str(&line).map_err(|e| {
+        let served: Served = serde_json::from_str(&line).map_err(|e| {
             Failure::new(
                 ENVIRONMENT,
                 format!("the embedded server said '{line}': {e}"),
@@ -133,23 +123,21 @@ impl Endpoint {
         ui.note(format!(
             "{:>10} {model} on {} ({})",
             "serve",
-            ready.listening,
-            &ready.weights_hash.chars().take(12).collect::<String>()
+            served.listening,
+            &served.weights_hash.chars().take(12).collect::<String>()
         ));
         // Whatever else the server prints is drained, so that it never blocks on a full pipe.
         tokio::spawn(async move { while let Ok(Some(_)) = lines.next_line().await {} });
         Ok(Self {
-            address: ready.listening,
-            weights_hash: ready.weights_hash,
-            model: ready.model,
-            _stdin: stdin,
+            served,
+            stdin,
             child,
         })
     }
 
     /// Ends the server and waits for it.
     pub(crate) async fn stop(mut self) {
-        self._stdin = None;
+        drop(self.stdin.take());
         if tokio::time::timeout(Duration::from_secs(5), self.child.wait())
             .await
             .is_err()

@@ -15,6 +15,9 @@
 //! | `after_episodes` | with a batch in the lake and the journal not knowing |
 //! | `after_batch` | with the journal knowing and not trimmed |
 //! | `mid_compact` | with the journal written anew and the old one not removed |
+//!
+//! Others pass `mid_call` (`agent`: a call is in the journal, and not run) and `mid_checkpoint` (`trainer`: the weights of a checkpoint
+//! are written, its folder has not got its name).
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -38,18 +41,20 @@ pub(crate) fn armed() -> bool {
     wanted().is_some()
 }
 
-fn wanted() -> &'static Option<(String, u64)> {
+fn wanted() -> Option<&'static (String, u64)> {
     static WANTED: OnceLock<Option<(String, u64)>> = OnceLock::new();
-    WANTED.get_or_init(|| {
-        let text = std::env::var(CRASH_VARIABLE).ok()?;
-        Some(
-            match text
-                .split_once(':')
-                .and_then(|(point, nth)| Some((point, nth.parse().ok()?)))
-            {
-                Some((point, nth)) => (point.to_owned(), nth),
-                None => (text, 1),
-            },
-        )
-    })
+    WANTED
+        .get_or_init(|| {
+            let text = std::env::var(CRASH_VARIABLE).ok()?;
+            Some(
+                match text
+                    .split_once(':')
+                    .and_then(|(point, nth)| Some((point, nth.parse().ok()?)))
+                {
+                    Some((point, nth)) => (point.to_owned(), nth),
+                    None => (text, 1),
+                },
+            )
+        })
+        .as_ref()
 }

@@ -214,6 +214,7 @@ impl Store {
         let written = (|| {
             fs_err::create_dir(&temporary)?;
             network.save(&temporary)?;
+            drillyard_lake::crash_point("mid_checkpoint");
             for companion in COMPANIONS {
                 let source = self.companions_from.join(companion);
                 if source.exists() {

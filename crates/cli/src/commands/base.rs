@@ -2,12 +2,13 @@
 //! fresh weights, imitation, and a look at what came out.
 
 use std::collections::BTreeMap;
+use std::fmt::Write as _;
 use std::process::Stdio;
 
 use camino::Utf8Path;
-use drillyard_lake::Filter;
+use drillyard_lake::{Filter, Lake, LakeError};
 use drillyard_schema::table::MessageRow;
-use drillyard_schema::{Message, Role, Split};
+use drillyard_schema::{Message, Role, RunId, Split};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT, OK};
 use drillyard_stage::{Failure, PolicyKind};
 use serde_json::json;
@@ -79,20 +80,23 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
             .filter(|runs| runs.iter().any(|s| *s) && runs.iter().any(|s| !*s))
             .count();
         let s = one.figures.success;
-        text.push_str(&format!(
-            "  success   {:.1} % [{:.1}, {:.1}]   (wanted: 35 to 55)\n",
+        let _ = writeln!(
+            text,
+            "  success   {:.1} % [{:.1}, {:.1}]   (wanted: 35 to 55)",
             s.value * 100.0,
             s.lo * 100.0,
             s.hi * 100.0
-        ));
-        text.push_str(&format!(
-            "  mixed     {:.1} % of groups        (wanted: 60 and more)\n",
+        );
+        let _ = writeln!(
+            text,
+            "  mixed     {:.1} % of groups        (wanted: 60 and more)",
             mixed as f64 * 100.0 / one.outcomes.len().max(1) as f64
-        ));
-        text.push_str(&format!(
-            "  pass@8    {:.1} %                 (wanted: 90 and more)\n",
+        );
+        let _ = writeln!(
+            text,
+            "  pass@8    {:.1} %                 (wanted: 90 and more)",
             one.figures.pass_at.get(&8).copied().unwrap_or(0.0) * 100.0
-        ));
+        );
     }
     context
         .ui
@@ -107,39 +111,7 @@ pub(crate) async fn fresh_weights(
     run: &crate::context::Run,
     start: &Utf8Path,
 ) -> Result<(), Failure> {
-    let snapshot = context
-        .lake
-        .snapshot()
-        .await
-        .map_err(|e| Failure::from_error(INPUT, &e))?;
-    let rows: Vec<MessageRow> = snapshot
-        .read(&Filter::run(&run.run_id))
-        .await
-        .map_err(|e| Failure::from_error(INPUT, &e))?;
-    let mut conversations: BTreeMap<String, BTreeMap<i32, Message>> = BTreeMap::new();
-    for row in rows {
-        let role = match row.role.as_str() {
-            "system" => Role::System,
-            "user" => Role::User,
-            "tool" => Role::Tool,
-            _ => Role::Assistant,
-        };
-        let message = Message {
-            tool_call_id: row.tool_call_id,
-            name: row.name,
-            ..Message::text(role, row.content.unwrap_or_default())
-        };
-        conversations
-            .entry(row.episode_id.0)
-            .or_default()
-            .insert(row.message_index, message);
-    }
-    let mut text = String::new();
-    for messages in conversations.into_values().take(VOCABULARY_EPISODES) {
-        let messages: Vec<Message> = messages.into_values().collect();
-        text.push_str(&json!({ "messages": messages }).to_string());
-        text.push('\n');
-    }
+    let text = conversations(&context.lake, &run.run_id, VOCABULARY_EPISODES).await?;
     let dir = context.dir("checkpoints")?;
     let (texts, tools) = (dir.join("base-texts.jsonl"), dir.join("base-tools.json"));
     write_atomically(&texts, text.as_bytes())?;
@@ -166,6 +138,42 @@ pub(crate) async fn fresh_weights(
         &context.pipeline.seed.to_string(),
     ])
     .await
+}
+
+/// The messages of a run's first `limit` episodes, one JSON line a conversation, as the trainer reads them.
+pub(crate) async fn conversations(
+    lake: &Lake,
+    run: &RunId,
+    limit: usize,
+) -> Result<String, Failure> {
+    let unreadable = |e: LakeError| Failure::from_error(INPUT, &e);
+    let snapshot = lake.snapshot().await.map_err(unreadable)?;
+    let rows: Vec<MessageRow> = snapshot.read(&Filter::run(run)).await.map_err(unreadable)?;
+    let mut conversations: BTreeMap<String, BTreeMap<i32, Message>> = BTreeMap::new();
+    for row in rows {
+        let role = match row.role.as_str() {
+            "system" => Role::System,
+            "user" => Role::User,
+            "tool" => Role::Tool,
+            _ => Role::Assistant,
+        };
+        let message = Message {
+            tool_call_id: row.tool_call_id,
+            name: row.name,
+            ..Message::text(role, row.content.unwrap_or_default())
+        };
+        conversations
+            .entry(row.episode_id.0)
+            .or_default()
+            .insert(row.message_index, message);
+    }
+    let mut text = String::new();
+    for messages in conversations.into_values().take(limit) {
+        let messages: Vec<Message> = messages.into_values().collect();
+        text.push_str(&json!({ "messages": messages }).to_string());
+        text.push('\n');
+    }
+    Ok(text)
 }
 
 async fn torch(arguments: &[&str]) -> Result<(), Failure> {

@@ -3,16 +3,19 @@
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use camino::Utf8Path;
 use drillyard_agent::{Policy, RolloutOptions, Silent, rollout};
 use drillyard_lake::Lake;
 use drillyard_sandbox::{Call, Pool, Setup};
 use drillyard_schema::{Purpose, RunId, Split};
 use drillyard_stage::Failure;
 use drillyard_stage::exit::{ENVIRONMENT, OK, OUTPUT};
-use serde_json::json;
+use serde_json::{Value, json};
 
-use crate::context::{Context, absolute};
-use crate::stages::{sandbox_config, tasks};
+use super::base::conversations;
+use crate::context::{Context, absolute, output};
+use crate::endpoint::torch_program;
+use crate::stages::{model_dir, sandbox_config, tasks, toolset};
 
 /// Repetitions of a latency measurement.
 const REPEATS: usize = 200;
@@ -120,7 +123,7 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
 
     let dir = absolute(&context.pipeline.dir("bench"))?;
     let _ = fs_err::remove_dir_all(&dir);
-    fs_err::create_dir_all(&dir).map_err(|e| crate::context::output(&dir, &e))?;
+    fs_err::create_dir_all(&dir).map_err(|e| output(&dir, &e))?;
     let lake = Lake::open(&dir.join("lake"))
         .await
         .map_err(|e| Failure::from_error(OUTPUT, &e))?;
@@ -153,8 +156,57 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
         "scripted_episodes_per_second",
         summary.done as f64 / summary.wall_s,
     )?;
+    let text = conversations(&lake, &RunId::from("bench"), EPISODES).await?;
+    let single = train(context, &dir, &text, 1).await?;
+    let double = train(context, &dir, &text, 2).await?;
+    line(
+        "training_tokens_per_second",
+        double,
+        "1/s",
+        "one thread",
+        single,
+    )?;
     let _ = fs_err::remove_dir_all(&dir);
     Ok(OK)
+}
+
+/// Tokens a second of one epoch of imitation on the scripted episodes, from the pipeline's checkpoint.
+async fn train(
+    context: &Context,
+    dir: &Utf8Path,
+    text: &str,
+    threads: usize,
+) -> Result<f64, Failure> {
+    let out = |name: &str| dir.join(format!("{name}-{threads}"));
+    let (conversations, config) = (out("conversations"), out("config"));
+    fs_err::write(&conversations, text).map_err(|e| output(&conversations, &e))?;
+    let toolset = toolset(&tasks(&context.pipeline, Split::Train, 1, 0)?)?;
+    let settings = json!({
+        "method": "imitation",
+        "init": model_dir(&context.pipeline.policy.model)?,
+        "output": out("checkpoint"),
+        "conversations": conversations,
+        "toolsets": { "*": toolset.specs },
+        "threads": threads,
+        "hyper": { "epochs": 1, "batch_tokens": 8192, "micro_tokens": 8192, "select": "all", "learning_rate": 1e-4 },
+    });
+    fs_err::write(&config, settings.to_string()).map_err(|e| output(&config, &e))?;
+    let program = torch_program()?;
+    let ended = tokio::process::Command::new(&program)
+        .args(["train", "--quiet", "--config", config.as_str()])
+        .output()
+        .await
+        .map_err(|e| Failure::io(&program, &e))?;
+    let figures: Value = serde_json::from_slice(&ended.stdout).map_err(|e| {
+        Failure::new(
+            ENVIRONMENT,
+            format!(
+                "{program} gave no figures ({e}): {}",
+                String::from_utf8_lossy(&ended.stderr)
+            ),
+        )
+    })?;
+    Ok(figures["tokens_per_second"].as_f64().unwrap_or_default())
 }
 
 /// Median time of a bubblewrap sandbox around /bin/true, where it is installed.

@@ -18,6 +18,7 @@ use drillyard_sandbox::{Image, Limits, Pool, SandboxConfig};
 use drillyard_schema::{Purpose, Split, Task};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, OUTPUT, USAGE};
 use drillyard_stage::{Failure, Pipeline, PolicyConfig, PolicyKind};
+use serde::Deserialize;
 
 /// A policy as a run knows it before anything is started.
 #[derive(Debug, Clone)]
@@ -28,6 +29,19 @@ pub(crate) struct PolicySpec {
     pub config: PolicyConfig,
     /// Hash of the checkpoint, or the endpoint's address and model.
     pub revision: String,
+    /// Where the checkpoint is served already.
+    pub served: Option<Served>,
+}
+
+/// A checkpoint that another process serves.
+#[derive(Debug, Clone, Deserialize)]
+pub(crate) struct Served {
+    /// Where it listens, such as `127.0.0.1:40123`.
+    pub listening: String,
+    /// The model's name there.
+    pub model: String,
+    /// Hash of the weights.
+    pub weights_hash: String,
 }
 
 /// Hash over the files that decide what a checkpoint says.
@@ -79,7 +93,28 @@ impl PolicySpec {
             name: name.to_owned(),
             config,
             revision,
+            served: None,
         })
+    }
+
+    /// A checkpoint that `served` answers for; `dir` holds the same tokenizer and template.
+    pub(crate) fn served(
+        pipeline: &Pipeline,
+        name: &str,
+        dir: &Utf8Path,
+        served: Served,
+        temperature: f64,
+    ) -> Self {
+        let mut config = pipeline.policy.clone();
+        dir.as_str().clone_into(&mut config.model);
+        config.kind = PolicyKind::Checkpoint;
+        config.temperature = temperature;
+        Self {
+            name: name.to_owned(),
+            config,
+            revision: served.weights_hash.clone(),
+            served: Some(served),
+        }
     }
 
     /// Starts what has to run for the policy to answer.
@@ -120,21 +155,23 @@ impl PolicySpec {
                 ))
             }
             PolicyKind::Checkpoint => {
-                let endpoint = Endpoint::start(
-                    Utf8Path::new(&self.config.model),
-                    self.config.threads,
-                    max_batch,
-                    &context.ui,
-                )
-                .await?;
-                let config = OpenAiConfig::drillyard(
-                    &endpoint.address,
-                    endpoint.model.clone(),
-                    endpoint.weights_hash.clone(),
-                );
+                let (served, endpoint) = if let Some(served) = &self.served {
+                    (served.clone(), None)
+                } else {
+                    let endpoint = Endpoint::start(
+                        Utf8Path::new(&self.config.model),
+                        self.config.threads,
+                        max_batch,
+                        &context.ui,
+                    )
+                    .await?;
+                    (endpoint.served.clone(), Some(endpoint))
+                };
+                let config =
+                    OpenAiConfig::drillyard(&served.listening, served.model, served.weights_hash);
                 Ok((
                     Policy::openai(self.name.clone(), config).map_err(wrong)?,
-                    Some(endpoint),
+                    endpoint,
                 ))
             }
         }

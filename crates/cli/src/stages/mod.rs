@@ -8,7 +8,9 @@ mod rollout;
 mod train;
 
 pub(crate) use credit::CreditStage;
-pub(crate) use drill::{PolicySpec, revision_of, sandbox_config, tasks, toolset};
+pub(crate) use drill::{
+    PolicySpec, Served, model_dir, revision_of, sandbox_config, tasks, toolset,
+};
 pub(crate) use eval::EvalStage;
 pub(crate) use qa::{QaStage, query_failure};
 pub(crate) use rollout::RolloutStage;

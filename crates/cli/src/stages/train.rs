@@ -9,13 +9,27 @@ use drillyard_schema::table::EpisodeRow;
 use drillyard_schema::{Split, StageRunId};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT};
 use drillyard_stage::{Failure, Method, Outcome, Record, Stage};
+use serde::Deserialize;
 use serde_json::{Value, json};
-use tokio::io::AsyncReadExt;
-use tokio::process::Command;
+use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+use tokio::process::{ChildStdin, ChildStdout, Command};
 
-use super::drill::{model_dir, revision_of, tasks, toolset};
+use super::drill::{PolicySpec, Served, model_dir, revision_of, tasks, toolset};
+use super::eval::EvalStage;
 use crate::context::{Context, Run, write_atomically};
 use crate::endpoint::torch_program;
+
+/// What the trainer asks of the front door, one JSON object a line.
+#[derive(Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+enum Request {
+    /// Measure the weights it serves.
+    Validate {
+        step: u64,
+        #[serde(flatten)]
+        served: Served,
+    },
+}
 
 /// Trains on one run's episodes.
 pub(crate) struct TrainStage<'a> {
@@ -70,6 +84,56 @@ impl<'a> TrainStage<'a> {
         }
     }
 
+    /// Reads what the trainer says: a request to measure its weights is answered, the last line are its figures.
+    async fn attend(
+        &self,
+        mut stdin: ChildStdin,
+        stdout: ChildStdout,
+        program: &Utf8Path,
+    ) -> Result<String, Failure> {
+        let broken = |e: std::io::Error| Failure::io(program, &e);
+        let mut lines = BufReader::new(stdout).lines();
+        let mut last = String::new();
+        while let Some(line) = lines.next_line().await.map_err(broken)? {
+            if let Ok(request) = serde_json::from_str::<Request>(&line) {
+                let answer = format!("{}\n", self.measure(request).await?);
+                // A trainer that died meanwhile says so by its exit status.
+                let _ = stdin.write_all(answer.as_bytes()).await;
+            } else {
+                last = line;
+            }
+        }
+        Ok(last)
+    }
+
+    /// Measures the weights that the trainer serves on validation tasks.
+    async fn measure(&self, request: Request) -> Result<Value, Failure> {
+        let Request::Validate { step, served } = request;
+        let pipeline = &self.context.pipeline;
+        let policy = PolicySpec::served(
+            pipeline,
+            &format!("step {step}"),
+            &self.init,
+            served,
+            pipeline.eval.temperature,
+        );
+        let stage = EvalStage::validation(
+            self.context,
+            vec![policy],
+            pipeline.train.validation_tasks,
+            1,
+        )?;
+        self.context.runner.run(&stage, &self.run.run_id).await?;
+        let measured = stage.measured().await?;
+        Ok(measured.first().map_or(Value::Null, |one| {
+            json!({
+                "success": one.figures.success.value,
+                "mean_steps": one.figures.mean_steps,
+                "tool_accuracy": one.figures.tool_accuracy,
+            })
+        }))
+    }
+
     fn config(
         &self,
         stage_run: &StageRunId,
@@ -115,7 +179,7 @@ impl<'a> TrainStage<'a> {
                 "select": select,
                 "validate_every": train.validate_every,
             },
-                "gate": { "min_effective_sample_share": train.min_ess, "max_kl": train.max_kl },
+            "gate": { "min_effective_sample_share": train.min_ess, "max_kl": train.max_kl },
         }))
     }
 }
@@ -167,21 +231,20 @@ impl Stage for TrainStage<'_> {
         write_atomically(&path, format!("{config:#}\n").as_bytes())?;
 
         let program = torch_program()?;
+        let validate = self.context.pipeline.train.validate_every > 0;
         let mut child = Command::new(&program)
             .args(["train", "--config", path.as_str()])
-            .stdin(Stdio::null())
+            .args(validate.then_some("--validate"))
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .kill_on_drop(true)
             .spawn()
             .map_err(|e| Failure::new(ENVIRONMENT, format!("{program}: {e}")))?;
-        let mut text = String::new();
-        if let Some(mut stdout) = child.stdout.take() {
-            stdout
-                .read_to_string(&mut text)
-                .await
-                .map_err(|e| Failure::io(&program, &e))?;
-        }
+        let text = match (child.stdin.take(), child.stdout.take()) {
+            (Some(stdin), Some(stdout)) => self.attend(stdin, stdout, &program).await?,
+            _ => String::new(),
+        };
         let status = child.wait().await.map_err(|e| Failure::io(&program, &e))?;
         if !status.success() {
             let code = status
