@@ -1,5 +1,8 @@
-//! The files of an instance, and in each the trap that tells the right command from the mistake: a row equal to the bound,
-//! numbers whose text order differs from their order, a cell equal to the old column name, repeats that are not neighbours, …
+//! The files of an instance. Names that a command has to repeat begin with what they are for (`raw_`, `ref_`, `out_`, `key_`, `old_`,
+//! `new_`), which is what a small model finds them by.
+//!
+//! Each file holds the trap that tells the right command from the mistake: a row equal to the bound, numbers whose text order differs
+//! from their order, a cell equal to the old column name, repeats that are not neighbours, …
 
 use drillyard_schema::Split;
 
@@ -154,7 +157,7 @@ fn sum_for_key(
     let count = row_count(draw);
     let numbers = draw.distinct(count, 1, MAX_NUMBER);
     let mut lines = three_columns(plan.column, &numbers, names, draw);
-    let key = names.next(draw);
+    let key = format!("key_{}", names.next(draw));
     let hits = 2 + draw.below(2);
     for row in draw.distinct(hits, 1, count as i64) {
         lines[row as usize][0].clone_from(&key);
@@ -178,11 +181,12 @@ fn rename_column(
         lines.push(cells);
     }
     plan.column = *draw.pick(&[1, 4 - number_column]);
-    let old = lines[0][plan.column - 1].clone();
+    let old = format!("old_{}", lines[0][plan.column - 1]);
+    lines[0][plan.column - 1].clone_from(&old);
     let row = 1 + draw.below(count);
     lines[row][plan.column - 1].clone_from(&old);
     plan.word = Some(old);
-    plan.new_word = Some(names.next(draw));
+    plan.new_word = Some(format!("new_{}", names.next(draw)));
     one_file(plan, &lines)
 }
 
