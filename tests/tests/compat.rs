@@ -64,7 +64,11 @@ async fn rows_of_golden_lakes_are_read_whole() {
 #[tokio::test]
 async fn every_sql_file_runs_on_golden_lakes() {
     for (name, lake) in golden() {
-        let session = Session::open(&snapshot(&lake).await, SessionOptions::default())
+        let options = SessionOptions {
+            sql: Utf8Path::new(env!("CARGO_MANIFEST_DIR")).join("../sql"),
+            ..SessionOptions::default()
+        };
+        let session = Session::open(&snapshot(&lake).await, options)
             .await
             .unwrap();
         assert!(

@@ -180,6 +180,8 @@ fn every_folder_says_what_belongs_there() {
         "sql",
         "datasets",
         "datasets/tasks",
+        "datasets/base",
+        "datasets/golden",
         "notebooks",
         "tests",
     ]

@@ -189,6 +189,30 @@ fn kills_at_named_points_lose_and_double_nothing() {
     let (_, err) = yard.ok(&["--set", "policy.kind=expert", "rollout"]);
     yard.holds_each_episode_once(56, &err);
 
+    // Training ends with whoever started it.
+    let mut child = yard
+        .command(&verb("train"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    let marker = yard.dir.path().display().to_string();
+    let trainers = || {
+        let mut all = processes();
+        all.retain(|line| line.contains("drillyard-torch train") && line.contains(&marker));
+        all
+    };
+    let deadline = std::time::Instant::now() + Duration::from_secs(30);
+    while trainers().is_empty() && std::time::Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let _ = child.kill();
+    let _ = child.wait();
+    while !trainers().is_empty() && std::time::Instant::now() < deadline {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert!(trainers().is_empty(), "still there: {:?}", trainers());
+
     // A checkpoint that was being written is not there; training goes on and ends.
     let train = [
         "--set",

@@ -142,10 +142,14 @@ pub fn build_base_tokenizer(
                 *pairs.entry((&pair[0], &pair[1])).or_default() += count;
             }
         }
-        // Two syllables never become one token: they could be a name.
+        // Two syllables never become one token: they could be a name. Nor do a syllable and what ends a word: it could end a name.
+        let ends = [byte_char(b' ').to_string(), byte_char(b'_').to_string()];
         let best = pairs
             .into_iter()
-            .filter(|((a, b), _)| !(syllables.contains(*a) && syllables.contains(*b)))
+            .filter(|((a, b), _)| {
+                !(syllables.contains(*a)
+                    && (syllables.contains(*b) || ends.iter().any(|end| end == b)))
+            })
             .max_by(|(a, m), (b, n)| m.cmp(n).then_with(|| b.cmp(a)));
         let Some(((a, b), _)) = best else {
             break;

@@ -5,7 +5,7 @@
 //! `{"success":…,"mean_steps":…,"tool_accuracy":…}` (or `null`) is read from standard input. The last line of standard output is
 //! the figures.
 
-use std::io::BufRead;
+use std::sync::mpsc::{Receiver, channel};
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_lake::{Lake, Txn};
@@ -31,6 +31,9 @@ pub(crate) struct Args {
     /// Let the front door measure checkpoints on validation tasks.
     #[arg(long)]
     validate: bool,
+    /// End when standard input is closed, so that training never outlives whoever started it; it resumes from its last state.
+    #[arg(long)]
+    exit_with_parent: bool,
     /// Also write the curves to this JSON-lines file.
     #[arg(long)]
     metrics: Option<Utf8PathBuf>,
@@ -48,11 +51,16 @@ pub(crate) fn run(args: &Args, ui: &Ui) -> Result<(), Failure> {
     let mut hooks = Terminal {
         ui: ui.clone(),
         bar: None,
-        validator: args.validate.then(|| Validator {
+        validator: None,
+    };
+    if args.validate || args.exit_with_parent {
+        let answers = read_input(args.exit_with_parent);
+        hooks.validator = args.validate.then(|| Validator {
             handle: runtime.handle().clone(),
             threads: config.threads as usize,
-        }),
-    };
+            answers,
+        });
+    }
     let ending = runtime
         .block_on(train(&config, &mut hooks))
         .map_err(|error| failure(&error))?;
@@ -194,10 +202,27 @@ impl Hooks for Terminal {
     }
 }
 
+/// Reads standard input in the background, line by line.
+fn read_input(exit_at_end: bool) -> Receiver<String> {
+    let (send, lines) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lines().map_while(Result::ok) {
+            if send.send(line).is_err() && !exit_at_end {
+                return;
+            }
+        }
+        if exit_at_end {
+            std::process::exit(exit::INTERRUPTED.into());
+        }
+    });
+    lines
+}
+
 /// Serves a checkpoint and waits for what the front door measured on it.
 struct Validator {
     handle: Handle,
     threads: usize,
+    answers: Receiver<String>,
 }
 
 impl Validator {
@@ -241,16 +266,12 @@ impl Validator {
             "weights_hash": ready.weights_hash,
         });
         ui.data(&format!("{event}\n"))?;
-        let mut line = String::new();
-        let read = std::io::stdin().lock().read_line(&mut line)?;
+        let line = self.answers.recv();
         // The server may have ended by itself already.
         let _ = stop.send(());
         server.abort();
-        if read == 0 {
-            return Err(failed("standard input ended before a result came".into()));
-        }
-        serde_json::from_str(&line)
-            .map_err(|error| failed(format!("'{}': {error}", line.trim_end())))
+        let line = line.map_err(|_| failed("standard input ended before a result came".into()))?;
+        serde_json::from_str(&line).map_err(|error| failed(format!("'{line}': {error}")))
     }
 }
 

@@ -233,7 +233,7 @@ impl Stage for TrainStage<'_> {
         let program = torch_program()?;
         let validate = self.context.pipeline.train.validate_every > 0;
         let mut child = Command::new(&program)
-            .args(["train", "--config", path.as_str()])
+            .args(["train", "--exit-with-parent", "--config", path.as_str()])
             .args(validate.then_some("--validate"))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
