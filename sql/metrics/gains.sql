@@ -22,7 +22,7 @@ WITH held_out AS (
 
 SELECT
     d.policy,
-    d.policy_revision,
+    left(d.policy_revision, 12) AS revision,
     round(b.value * 100, 1) AS base_percent,
     round(s.value * 100, 1) AS percent,
     round(d.value * 100, 1) AS gain,

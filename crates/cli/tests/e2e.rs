@@ -189,6 +189,20 @@ fn kills_at_named_points_lose_and_double_nothing() {
     let (_, err) = yard.ok(&["--set", "policy.kind=expert", "rollout"]);
     yard.holds_each_episode_once(56, &err);
 
+    let train = [
+        "--set",
+        "policy.kind=expert",
+        "--set",
+        "train.method=rejection_sampling",
+        "--set",
+        "train.epochs=1",
+        "--set",
+        "eval.tasks=14",
+        "--set",
+        "eval.unseen_tasks=0",
+    ];
+    let verb = |verb: &'static str| -> Vec<&str> { train.iter().copied().chain([verb]).collect() };
+    yard.ok(&verb("qa"));
     // Training ends with whoever started it.
     let mut child = yard
         .command(&verb("train"))
@@ -214,20 +228,6 @@ fn kills_at_named_points_lose_and_double_nothing() {
     assert!(trainers().is_empty(), "still there: {:?}", trainers());
 
     // A checkpoint that was being written is not there; training goes on and ends.
-    let train = [
-        "--set",
-        "policy.kind=expert",
-        "--set",
-        "train.method=rejection_sampling",
-        "--set",
-        "train.epochs=1",
-        "--set",
-        "eval.tasks=14",
-        "--set",
-        "eval.unseen_tasks=0",
-    ];
-    let verb = |verb: &'static str| -> Vec<&str> { train.iter().copied().chain([verb]).collect() };
-    yard.ok(&verb("qa"));
     yard.dies(&verb("train"), "mid_checkpoint");
     yard.ok(&verb("train"));
     let checkpoints = std::fs::read_dir(yard.dir.path().join("yard/checkpoints")).unwrap();
@@ -441,6 +441,7 @@ fn nights_follow_the_champion_and_the_control_stands_beside() {
         "train.epochs=1",
         "eval.tasks=14",
         "eval.unseen_tasks=0",
+        "train.validation_tasks=14",
     ]);
     let (out, _) = yard.ok(&["nights", "2"]);
     for word in [

@@ -87,7 +87,7 @@ impl Card {
             let before =
                 previous.and_then(|card| card.stages.iter().find(|s| s.stage == section.stage));
             for (name, value) in section.figures.as_object().into_iter().flatten() {
-                if value.is_null() {
+                if !fits(value) {
                     continue;
                 }
                 let delta = before
@@ -196,7 +196,16 @@ fn percent(interval: Option<&Interval>) -> String {
     })
 }
 
-/// A value on one line: numbers short, objects as `name value` pairs, long lists counted.
+/// True for what a line of the card can show; the rest is in `--json`.
+fn fits(value: &Value) -> bool {
+    let flat = value
+        .as_object()
+        .is_none_or(|map| !map.values().any(Value::is_object));
+    let text = if flat { inline(value) } else { String::new() };
+    !value.is_null() && (1..=110).contains(&text.chars().count())
+}
+
+/// A value on one line: numbers and hashes short, objects as `name value` pairs, long lists counted.
 pub fn inline(value: &Value) -> String {
     match value {
         Value::Number(n) => match n.as_f64() {
@@ -209,6 +218,9 @@ pub fn inline(value: &Value) -> String {
             }
             _ => n.to_string(),
         },
+        Value::String(text) if text.len() == 64 && text.bytes().all(|b| b.is_ascii_hexdigit()) => {
+            text[..12].to_owned()
+        }
         Value::String(text) => text.clone(),
         Value::Array(items) if items.len() > 6 => format!("{} items", items.len()),
         Value::Array(items) => items.iter().map(inline).collect::<Vec<_>>().join("; "),
@@ -287,6 +299,18 @@ mod tests {
     #[test]
     fn the_text_shows_figures_deltas_and_the_next_command() {
         insta::assert_snapshot!(card(0.5).to_text(Some(&card(0.4))));
+    }
+
+    #[test]
+    fn what_fits_no_line_is_left_to_the_json() {
+        let value = |text: &str| serde_json::from_str::<Value>(text).unwrap();
+        assert!(fits(&value(r#"{"total":400,"mixed":387}"#)));
+        assert!(fits(&value("0.5")));
+        for text in [r#"{"a":{"b":1}}"#, "null", "[]"] {
+            assert!(!fits(&value(text)), "{text}");
+        }
+        assert!(!fits(&Value::String("x".repeat(200))));
+        assert_eq!(inline(&Value::String("ab".repeat(32))), "abababababab");
     }
 
     #[test]

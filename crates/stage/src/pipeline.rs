@@ -316,7 +316,7 @@ pub struct TrainConfig {
     pub format: f64,
     /// Validate every so many steps; 0 never.
     pub validate_every: u32,
-    /// Tasks of a validation.
+    /// Tasks of a validation: during training, and where nights decide about the champion.
     pub validation_tasks: usize,
     /// Provenance gate: smallest effective sample size, as a share of tokens.
     pub min_ess: f64,

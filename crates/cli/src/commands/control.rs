@@ -47,7 +47,8 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
             Some(&init),
             Some(temperature),
         )?;
-        let stage = EvalStage::validation(context, vec![policy], 200, 1)?;
+        let stage =
+            EvalStage::validation(context, vec![policy], pipeline.train.validation_tasks, 1)?;
         context.runner.run(&stage, &run.run_id).await?;
         let success = stage
             .measured()

@@ -13,9 +13,6 @@ use super::loop_;
 use crate::context::{Context, write_atomically};
 use crate::stages::{CreditStage, EvalStage, PolicySpec, RolloutStage, TrainStage, revision_of};
 
-/// Tasks of the validation that decides whether a candidate becomes champion.
-const VALIDATION_TASKS: usize = 200;
-
 /// Runs `n` nights and evaluates the champion on held-out tasks once, at the end.
 pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
     let pipeline = &context.pipeline;
@@ -50,7 +47,8 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
             PolicySpec::of(pipeline, "champion", Some(&champion), temperature)?,
             PolicySpec::of(pipeline, "candidate", Some(candidate.as_str()), temperature)?,
         ];
-        let validation = EvalStage::validation(context, policies, VALIDATION_TASKS, 1)?;
+        let validation =
+            EvalStage::validation(context, policies, pipeline.train.validation_tasks, 1)?;
         context.runner.run(&validation, &run.run_id).await?;
         let measured = validation.measured().await?;
         let (Some(before), Some(after)) = (measured.first(), measured.last()) else {

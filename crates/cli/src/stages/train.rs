@@ -256,8 +256,14 @@ impl Stage for TrainStage<'_> {
                 format!("training ended with {status}; its own words are above"),
             ));
         }
-        let figures: Value = serde_json::from_str(&text)
+        let mut figures: Value = serde_json::from_str(&text)
             .map_err(|e| Failure::new(ENVIRONMENT, format!("{program} gave no figures: {e}")))?;
+        if let Some(share) = figures
+            .pointer("/gate/drift/effective_sample_share")
+            .cloned()
+        {
+            figures["effective_sample_share"] = share;
+        }
         let written = json!({ "checkpoint": self.output });
         Ok(Outcome {
             read: snapshot.versions().clone(),
