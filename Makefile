@@ -77,7 +77,7 @@ seeds: build ## the loop with three seeds, and what each gained (SEEDS="7 8 9")
 control: build ## the negative control: the same training on permuted outcomes
 	@$(RUN) control
 
-base: build ## make the embedded base model again (about an hour)
+base: build ## make the embedded base model again (a quarter of an hour)
 	@$(DRILLYARD) --pipeline pipelines/base.toml base
 
 test: setup helpers ## every test
