@@ -94,14 +94,15 @@ impl Endpoint {
         let line = match line {
             Ok(Ok(Some(line))) => line,
             Ok(_) => {
-                let status = child
-                    .wait()
-                    .await
-                    .map(|s| s.to_string())
-                    .unwrap_or_default();
+                // It ends when this is closed, if it has not yet.
+                drop(stdin);
+                let status = child.wait().await.map_err(|e| Failure::io(&program, &e))?;
+                let code = status.code().and_then(|code| u8::try_from(code).ok());
                 return Err(Failure::new(
-                    ENVIRONMENT,
-                    format!("the embedded server ended while loading {model} ({status})"),
+                    code.unwrap_or(ENVIRONMENT),
+                    format!(
+                        "the embedded server ended while loading {model} ({status}); its own words are above"
+                    ),
                 ));
             }
             Err(_) => {

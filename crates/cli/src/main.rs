@@ -7,6 +7,7 @@ mod context;
 mod endpoint;
 mod stages;
 
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -16,7 +17,7 @@ use crate::args::{Args, Command};
 use crate::context::Context;
 
 fn main() -> ExitCode {
-    let args = Args::parse();
+    let args = Args::parse_from(settings_first(std::env::args_os().collect()));
     let ui = Ui::new(args.quiet);
     let runtime = match tokio::runtime::Builder::new_multi_thread()
         .enable_all()
@@ -35,6 +36,31 @@ fn main() -> ExitCode {
             ExitCode::from(failure.code)
         }
     }
+}
+
+/// Moves `--set KEY=VALUE` before the verb: of a repeatable option that may stand on either side, clap keeps one side only.
+fn settings_first(args: Vec<OsString>) -> Vec<OsString> {
+    let mut args = args.into_iter();
+    let mut first: Vec<OsString> = args.next().into_iter().collect();
+    let mut rest = Vec::new();
+    while let Some(arg) = args.next() {
+        let text = arg.to_string_lossy();
+        if text == "--" {
+            rest.push(arg);
+            break;
+        }
+        if text == "--set" {
+            first.push(arg);
+            first.extend(args.next());
+        } else if text.starts_with("--set=") {
+            first.push(arg);
+        } else {
+            rest.push(arg);
+        }
+    }
+    first.extend(rest);
+    first.extend(args);
+    first
 }
 
 async fn dispatch(args: Args, ui: Ui) -> Result<u8, drillyard_stage::Failure> {
@@ -56,5 +82,44 @@ async fn dispatch(args: Args, ui: Ui) -> Result<u8, drillyard_stage::Failure> {
         Command::Limits => commands::limits::run(&context).await,
         Command::Bench => commands::bench::run(&context).await,
         Command::Sql(_) => Ok(exit::OK),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_count_on_either_side_of_the_verb() {
+        let given = [
+            "d",
+            "--set",
+            "a=1",
+            "qa",
+            "--set",
+            "b=2",
+            "-q",
+            "--set=c=3",
+            "--",
+            "--set",
+        ];
+        let args = settings_first(given.map(OsString::from).into());
+        assert_eq!(
+            args,
+            [
+                "d",
+                "--set",
+                "a=1",
+                "--set",
+                "b=2",
+                "--set=c=3",
+                "qa",
+                "-q",
+                "--",
+                "--set"
+            ]
+        );
+        let parsed = Args::parse_from(&args[..8]);
+        assert_eq!(parsed.overrides, ["a=1", "b=2", "c=3"]);
     }
 }

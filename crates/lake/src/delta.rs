@@ -236,6 +236,24 @@ impl Place {
         synced.await.unwrap_or(Ok(()))
     }
 
+    /// As [`Place::sync_log`], for every version whose file is there.
+    pub(crate) async fn sync_whole_log(&self) -> Result<(), LakeError> {
+        let log = self.dir.join("_delta_log");
+        let synced = tokio::task::spawn_blocking(move || {
+            let entries = log
+                .read_dir_utf8()
+                .map_err(|e| LakeError::reading(&log, e))?;
+            for entry in entries {
+                let path = entry.map_err(|e| LakeError::reading(&log, e))?.into_path();
+                if path.extension() == Some("json") {
+                    files::sync(&path)?;
+                }
+            }
+            files::sync(&log)
+        });
+        synced.await.unwrap_or(Ok(()))
+    }
+
     /// Where a file lies that the log names relative to the table.
     pub(crate) fn file_path(&self, name: &str) -> Utf8PathBuf {
         self.dir.join(name)

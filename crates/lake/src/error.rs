@@ -109,7 +109,9 @@ pub enum LakeError {
         number: i64,
     },
     /// The journal holds something this version can't read.
-    #[error("{path}: {message}; move the file away to give up the episodes in it")]
+    #[error(
+        "{path}: {message}; move the journal folder away and roll out into another yard (--set yard=PATH) to give up the episodes in it"
+    )]
     Journal {
         /// The journal file.
         path: Utf8PathBuf,

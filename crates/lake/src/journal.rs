@@ -4,8 +4,8 @@
 //! keeps a second process away. A record survives a kill of the process once [`Journal::append`] returns; it survives a crash of the
 //! machine once it is synced, which [`SyncPolicy`] governs and which finished episodes and batch boundaries always are.
 //!
-//! A kill can tear the last record of the last segment: opening cuts it off. A damaged record anywhere else is an error, since whole
-//! records lie behind it.
+//! A kill can tear the last record of the last segment: opening cuts it off. A damaged record that whole records lie behind is an
+//! error.
 //!
 //! The oldest segments go as soon as every episode in them is in the lake; only ever the oldest, so that an episode's end never goes
 //! before its beginning.
@@ -24,7 +24,7 @@ use crate::error::LakeError;
 use crate::event::JournalEvent;
 use crate::faults::{armed, crash_point};
 use crate::lock::Lock;
-use crate::record::{decode, encode};
+use crate::record::{decode, encode, is_damaged};
 use crate::recovery::{Recovered, Replay};
 
 /// When records reach the disk itself rather than the system's cache. Finished episodes and batch boundaries do at once, always.
@@ -94,7 +94,7 @@ struct State {
     segments: VecDeque<Segment>,
     /// Records appended since opening.
     appended: u64,
-    /// Why a background sync failed.
+    /// Why a sync failed, or what is left of half a record: nothing is appended any more.
     failed: Option<std::io::Error>,
 }
 
@@ -300,10 +300,7 @@ impl Log {
     fn write(&self, record: &[u8], episode: Option<&EpisodeId>) -> Result<u64, LakeError> {
         let mut state = self.state();
         if let Some(error) = &state.failed {
-            return Err(LakeError::writing(
-                self.dir.clone(),
-                std::io::Error::new(error.kind(), error.to_string()),
-            ));
+            return Err(LakeError::writing(self.dir.clone(), copy(error)));
         }
         let State {
             file,
@@ -338,8 +335,12 @@ impl Log {
                 .map_err(|e| LakeError::writing(&segment.path, e))?;
         }
         if let Err(error) = out.write_all(record) {
-            let _ = out.set_len(segment.bytes);
-            return Err(LakeError::writing(&segment.path, error));
+            let path = segment.path.clone();
+            if out.set_len(segment.bytes).is_err() {
+                // What follows half a record would not be read back.
+                state.failed = Some(copy(&error));
+            }
+            return Err(LakeError::writing(path, error));
         }
         segment.bytes += record.len() as u64;
         if let Some(id) = episode
@@ -361,7 +362,11 @@ impl Log {
             let state = self.state();
             (state.file.clone(), state.appended)
         };
-        file.sync_data()?;
+        if let Err(error) = file.sync_data() {
+            // The system may say that the next sync went well, and the records are lost all the same.
+            self.state().failed = Some(copy(&error));
+            return Err(error);
+        }
         *synced = appended;
         Ok(())
     }
@@ -395,9 +400,8 @@ fn sync_in_background(log: &Weak<Log>, wake: &Receiver<()>, interval: Duration) 
             return;
         };
         let appended = log.state().appended;
-        if let Err(error) = log.sync_up_to(appended) {
-            log.state().failed = Some(error);
-        }
+        // Whoever appends next hears of an error.
+        let _ = log.sync_up_to(appended);
     }
 }
 
@@ -417,6 +421,10 @@ impl Segment {
             file,
         ))
     }
+}
+
+fn copy(error: &std::io::Error) -> std::io::Error {
+    std::io::Error::new(error.kind(), error.to_string())
 }
 
 fn segment_path(dir: &Utf8Path, shard: &str, number: u64) -> Utf8PathBuf {
@@ -489,7 +497,7 @@ fn read_segment(
     segments[index].bytes = whole as u64;
     let torn = (bytes.len() - whole) as u64;
     if torn > 0 {
-        if !last {
+        if !last || is_damaged(&bytes, whole) {
             let message = format!("the record at byte {whole} is damaged, and later records exist");
             return Err(LakeError::Journal { path, message });
         }

@@ -111,6 +111,8 @@ impl Lake {
                     break version;
                 }
                 place.discard(&files);
+                // Whoever committed it may have been killed before it was on disk.
+                place.sync_whole_log().await?;
                 return Ok(None);
             }
             let committed = match place.widen(delta).await {

@@ -45,6 +45,17 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<(Vec<JournalEvent>, usize), String>
     Ok((events, at))
 }
 
+/// True if the record at `at` is damaged and not torn: it has a length, and where that says it ends a whole record begins.
+pub(crate) fn is_damaged(bytes: &[u8], at: usize) -> bool {
+    let length = bytes
+        .get(at..at + 4)
+        .and_then(|word| word.try_into().ok())
+        .map_or(0, u32::from_le_bytes);
+    length > 0
+        && length <= MAX_PAYLOAD
+        && payload_at(bytes, at + HEADER + length as usize).is_some()
+}
+
 fn payload_at(bytes: &[u8], at: usize) -> Option<&[u8]> {
     let word = |from: usize| {
         Some(u32::from_le_bytes(

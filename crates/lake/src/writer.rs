@@ -4,12 +4,12 @@
 //! each append with the batch's transaction number. Which episodes a batch holds, and in which order, is in the journal before its
 //! first commit, so that after a kill between two commits the same batch is made again and the tables that have it skip it.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use camino::{Utf8Path, Utf8PathBuf};
-use drillyard_schema::table::TaskRow;
+use drillyard_schema::table::{EpisodeRow, TaskRow};
 use drillyard_schema::{EpisodeId, Row, RunId, Table, TaskId};
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::Instant;
@@ -124,7 +124,7 @@ impl Writer {
         };
         batcher.recover(&recovered, options.batch_episodes).await?;
 
-        let (queue, waiting) = mpsc::channel(options.queue.max(1));
+        let (queue, mut waiting) = mpsc::channel(options.queue.max(1));
         let (tell, done) = oneshot::channel();
         let failed = Arc::new(OnceLock::new());
         let shared = failed.clone();
@@ -136,11 +136,13 @@ impl Writer {
             .map_err(io)?;
         let limits = options.clone();
         let task = move || {
-            let ended = runtime.block_on(batcher.run(waiting, &limits));
+            let ended = runtime.block_on(batcher.run(&mut waiting, &limits));
             let report = batcher.report;
             if let Err(error) = ended {
                 let _ = shared.set(Arc::new(error));
             }
+            // Whoever waits for room in the queue finds the reason set.
+            drop(waiting);
             // The journal is free for another writer before anyone hears of the end.
             drop(batcher);
             let _ = tell.send(report);
@@ -294,10 +296,13 @@ impl Batcher {
                 .collect();
             self.commit(*number, batch, Known::Maybe).await?;
         }
+        // Part of the rest may be in: from a journal that was given up, under another shard's name, or because someone else committed
+        // a batch under this number. And of a batch that was skipped as known something may not.
+        let present = self.present(&recovered.finished).await?;
         let rest: Vec<&EpisodeBundle> = recovered
             .finished
             .iter()
-            .filter(|b| waiting.contains_key(&b.episode.episode_id))
+            .filter(|b| !present.contains(&b.episode.episode_id))
             .collect();
         for batch in rest.chunks(batch_episodes.max(1)) {
             self.batch(batch.iter().copied().cloned().collect()).await?;
@@ -308,10 +313,25 @@ impl Batcher {
         Ok(())
     }
 
+    /// Which of these episodes the lake has.
+    async fn present(&self, bundles: &[EpisodeBundle]) -> Result<HashSet<EpisodeId>, LakeError> {
+        let runs: BTreeSet<&RunId> = bundles.iter().map(|b| &b.episode.run_id).collect();
+        let mut present = HashSet::new();
+        if runs.is_empty() {
+            return Ok(present);
+        }
+        let snapshot = self.lake.snapshot().await?;
+        for run in runs {
+            let rows: Vec<EpisodeRow> = snapshot.read(&Filter::run(run)).await?;
+            present.extend(rows.into_iter().map(|row| row.episode_id));
+        }
+        Ok(present)
+    }
+
     /// Until the queue is closed and empty.
     async fn run(
         &mut self,
-        mut waiting: mpsc::Receiver<Box<EpisodeBundle>>,
+        waiting: &mut mpsc::Receiver<Box<EpisodeBundle>>,
         options: &WriterOptions,
     ) -> Result<(), LakeError> {
         let mut open = true;
@@ -424,7 +444,7 @@ impl Batcher {
         Ok(())
     }
 
-    /// True for the first episode of a run's task. Batches are committed in order, so that a batch made again finds the same tasks new.
+    /// True for the first episode of a run's task.
     async fn is_new_task(&mut self, task: &TaskRow) -> Result<bool, LakeError> {
         if !self.tasks.contains_key(&task.run_id) {
             let snapshot = self.lake.snapshot().await?;

@@ -44,10 +44,17 @@ pub(crate) fn copying(
     seed: u64,
     device: Device,
 ) -> Result<BTreeMap<String, Tensor>, ModelError> {
-    if config.num_hidden_layers < 2 || config.head_dim < 8 || config.head_dim % 4 != 0 {
+    let head_dim = config.head_dim;
+    if config.num_hidden_layers < 2
+        || head_dim < 8
+        || head_dim % 4 != 0
+        || head_dim >= config.hidden_size
+        || config.initializer_range <= 0.0
+    {
         return Err(ModelError::Input(format!(
-            "a model that starts able to copy needs two layers and a head_dim divisible by 4, at least 8; it has {} and {}",
-            config.num_hidden_layers, config.head_dim
+            "a model that starts able to copy needs two layers, a head_dim of at least 8 that is divisible by 4 and below hidden_size, \
+             and an initializer_range above 0; it has {}, {head_dim} of {}, and {}",
+            config.num_hidden_layers, config.hidden_size, config.initializer_range
         )));
     }
     let mut rng = ChaCha8Rng::seed_from_u64(seed);

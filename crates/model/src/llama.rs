@@ -56,7 +56,7 @@ impl Llama {
     /// "Mimetic Initialization of Self-Attention Layers").
     ///
     /// # Errors
-    /// A configuration with fewer than two layers, or whose heads are narrower than 8.
+    /// A configuration with fewer than two layers, or whose heads are narrower than 8, not divisible by 4, or as wide as the model.
     pub fn init_copying(
         config: LlamaConfig,
         seed: u64,

@@ -1,7 +1,5 @@
 //! A pipeline file: everything a run needs to know, in stage order.
 
-use std::collections::BTreeMap;
-
 use camino::{Utf8Path, Utf8PathBuf};
 use serde::{Deserialize, Serialize};
 
@@ -207,7 +205,7 @@ impl Default for LimitsConfig {
 pub struct ImportConfig {
     /// File or folder; empty for pipelines that roll out.
     pub path: Utf8PathBuf,
-    /// `intercode` or `tau-bench`; found by content when empty.
+    /// `intercode` or `tau_bench`; found by content when empty.
     pub format: String,
 }
 
@@ -437,32 +435,17 @@ impl Pipeline {
                 format!("'{}' must be letters, digits, '-' or '_'", self.name),
             );
         }
-        let positive: BTreeMap<&str, f64> = [
-            ("tasks.samples", f64::from(self.tasks.samples)),
-            ("rollout.concurrency", self.rollout.concurrency as f64),
-            ("rollout.max_steps", f64::from(self.rollout.max_steps)),
-            ("sandbox.limits.call_s", self.sandbox.limits.call_s),
-            ("sandbox.limits.episode_s", self.sandbox.limits.episode_s),
-            ("train.batch_tokens", self.train.batch_tokens as f64),
-            ("train.lr", self.train.lr),
-        ]
-        .into();
-        for (key, value) in positive {
-            if value <= 0.0 || value.is_nan() {
-                return wrong(key, format!("{value} must be above 0"));
-            }
+        if self.yard.as_str().is_empty() {
+            return wrong(
+                "yard",
+                "name the folder that takes all run state".to_owned(),
+            );
         }
-        for (key, value) in [
-            ("policy.mistake_rate", self.policy.mistake_rate),
-            ("credit.gamma", self.credit.gamma),
-            ("qa.block_above", self.qa.block_above),
-        ] {
-            if !(0.0..=1.0).contains(&value) {
-                return wrong(key, format!("{value} must lie between 0 and 1"));
+        for (key, value, least, most) in self.ranges() {
+            // The comparison also refuses what is not a number.
+            if !(least..=most).contains(&value) {
+                return wrong(key, format!("{value} must lie between {least} and {most}"));
             }
-        }
-        if self.policy.temperature < 0.0 || self.eval.temperature < 0.0 {
-            return wrong("temperature", "must not be negative".to_owned());
         }
         if self.policy.kind == PolicyKind::Openai && self.policy.base_url.is_none() {
             return wrong(
@@ -471,6 +454,107 @@ impl Pipeline {
             );
         }
         Ok(())
+    }
+
+    /// Every number with its key, and the least and the most it may be.
+    fn ranges(&self) -> Vec<(&'static str, f64, f64, f64)> {
+        const MILLION: f64 = 1e6;
+        /// The least of what must be above 0.
+        const TINY: f64 = 1e-12;
+        let count = |n: usize| n as f64;
+        let (tasks, policy, rollout) = (&self.tasks, &self.policy, &self.rollout);
+        let (limits, credit) = (&self.sandbox.limits, &self.credit);
+        let (train, eval) = (&self.train, &self.eval);
+        vec![
+            ("tasks.train", count(tasks.train), 1.0, 10.0 * MILLION),
+            ("tasks.samples", tasks.samples.into(), 1.0, 10_000.0),
+            ("policy.temperature", policy.temperature, 0.0, 100.0),
+            ("policy.max_tokens", policy.max_tokens.into(), 1.0, MILLION),
+            ("policy.mistake_rate", policy.mistake_rate, 0.0, 1.0),
+            ("policy.threads", count(policy.threads), 1.0, 1024.0),
+            (
+                "rollout.concurrency",
+                count(rollout.concurrency),
+                1.0,
+                4096.0,
+            ),
+            (
+                "rollout.max_steps",
+                rollout.max_steps.into(),
+                1.0,
+                100_000.0,
+            ),
+            (
+                "rollout.observation_bytes",
+                count(rollout.observation_bytes),
+                64.0,
+                64.0 * MILLION,
+            ),
+            ("sandbox.limits.call_s", limits.call_s, 0.001, 86_400.0),
+            ("sandbox.limits.episode_s", limits.episode_s, 0.001, MILLION),
+            ("sandbox.limits.cpus", limits.cpus, 0.01, 1024.0),
+            (
+                "sandbox.limits.memory_mib",
+                limits.memory_mib as f64,
+                16.0,
+                16.0 * MILLION,
+            ),
+            (
+                "sandbox.limits.disk_mib",
+                limits.disk_mib as f64,
+                1.0,
+                100.0 * MILLION,
+            ),
+            (
+                "sandbox.limits.processes",
+                limits.processes as f64,
+                4.0,
+                4.0 * MILLION,
+            ),
+            (
+                "sandbox.limits.output_kib",
+                limits.output_kib as f64,
+                1.0,
+                4.0 * MILLION,
+            ),
+            ("qa.block_above", self.qa.block_above, 0.0, 1.0),
+            ("credit.gamma", credit.gamma, 0.0, 1.0),
+            (
+                "credit.pairs_per_task",
+                count(credit.pairs_per_task),
+                0.0,
+                MILLION,
+            ),
+            ("train.epochs", train.epochs.into(), 1.0, MILLION),
+            (
+                "train.batch_tokens",
+                count(train.batch_tokens),
+                1.0,
+                1000.0 * MILLION,
+            ),
+            ("train.lr", train.lr, TINY, 10.0),
+            ("train.warmup", train.warmup, 0.0, 1.0),
+            ("train.weight_decay", train.weight_decay, 0.0, 10.0),
+            ("train.max_grad_norm", train.max_grad_norm, 0.0, MILLION),
+            ("train.clip_low", train.clip_low, 0.0, 1.0),
+            ("train.clip_high", train.clip_high, 0.0, 100.0),
+            ("train.kl", train.kl, 0.0, 100.0),
+            ("train.contrastive", train.contrastive, 0.0, 100.0),
+            ("train.format", train.format, 0.0, 100.0),
+            (
+                "train.validation_tasks",
+                count(train.validation_tasks),
+                1.0,
+                MILLION,
+            ),
+            ("train.min_ess", train.min_ess, 0.0, 1.0),
+            ("train.max_kl", train.max_kl, 0.0, 100.0),
+            ("train.threads", count(train.threads), 1.0, 1024.0),
+            ("eval.tasks", count(eval.tasks), 1.0, MILLION),
+            ("eval.unseen_tasks", count(eval.unseen_tasks), 0.0, MILLION),
+            ("eval.samples", eval.samples.into(), 1.0, 10_000.0),
+            ("eval.temperature", eval.temperature, 0.0, 100.0),
+        ]
     }
 
     /// The pipeline as JSON, as run records keep it.
@@ -520,6 +604,32 @@ fn apply(table: &mut toml::Table, text: &str) -> Result<(), Failure> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn numbers_out_of_range_name_their_key() {
+        for (key, value) in [
+            ("sandbox.limits.call_s", "inf"),
+            ("sandbox.limits.call_s", "1e300"),
+            ("policy.temperature", "nan"),
+            ("eval.temperature", "-1"),
+            ("eval.tasks", "9223372036854775807"),
+            ("tasks.train", "0"),
+            ("tasks.samples", "4294967295"),
+            ("rollout.concurrency", "100000000"),
+            ("train.kl", "nan"),
+            ("train.epochs", "0"),
+            ("train.clip_low", "-1"),
+            ("sandbox.limits.processes", "0"),
+        ] {
+            let text = "name = 'p'";
+            let failure = Pipeline::parse(text, "p.toml", &[format!("{key}={value}")]).unwrap_err();
+            assert_eq!(failure.code, USAGE);
+            assert!(failure.message.contains(key), "{}", failure.message);
+        }
+        let nowhere = Pipeline::parse("name = 'p'", "p.toml", &["yard=".to_owned()]).unwrap_err();
+        assert!(nowhere.message.contains("yard"), "{}", nowhere.message);
+        Pipeline::parse("name = 'p'", "p.toml", &[]).unwrap();
+    }
 
     #[test]
     fn an_unknown_key_names_its_path() {

@@ -73,8 +73,11 @@ impl Ui {
     pub fn data(&self, text: &str) -> std::io::Result<()> {
         self.bars.suspend(|| {
             let mut out = std::io::stdout().lock();
-            out.write_all(text.as_bytes())?;
-            out.flush()
+            match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+                // Whoever reads has seen enough.
+                Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+                written => written,
+            }
         })
     }
 

@@ -212,7 +212,9 @@ fn read_input(exit_at_end: bool) -> Receiver<String> {
             }
         }
         if exit_at_end {
-            std::process::exit(exit::INTERRUPTED.into());
+            // SAFETY: `_exit` only ends the process. Threads of libtorch are at work, so nothing may be torn down under them; the state on
+            // disk is made for kills.
+            unsafe { libc::_exit(exit::INTERRUPTED.into()) };
         }
     });
     lines

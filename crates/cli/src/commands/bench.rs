@@ -194,6 +194,7 @@ async fn train(
     let program = torch_program()?;
     let ended = tokio::process::Command::new(&program)
         .args(["train", "--quiet", "--config", config.as_str()])
+        .kill_on_drop(true)
         .output()
         .await
         .map_err(|e| Failure::io(&program, &e))?;

@@ -336,7 +336,9 @@ fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
     match error {
         AgentError::Policy(_) => Failure::from_error(ENVIRONMENT, error)
             .hint("start the endpoint, or check policy.base_url in the pipeline"),
-        AgentError::Lake(_) => Failure::from_error(OUTPUT, error),
+        AgentError::Lake(lake) if !lake.is_output() => Failure::from_error(INPUT, error),
+        AgentError::Lake(_) | AgentError::Artifact { .. } => Failure::from_error(OUTPUT, error),
+        AgentError::Options(_) => Failure::from_error(USAGE, error),
         _ => Failure::from_error(ENVIRONMENT, error),
     }
 }

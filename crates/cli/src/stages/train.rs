@@ -1,13 +1,14 @@
 //! Training: the offline trainer as a child process, so that the front door needs no libtorch.
 
 use std::collections::BTreeMap;
+use std::os::unix::process::ExitStatusExt;
 use std::process::Stdio;
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_lake::Filter;
 use drillyard_schema::table::EpisodeRow;
 use drillyard_schema::{Split, StageRunId};
-use drillyard_stage::exit::{ENVIRONMENT, INPUT};
+use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, NOTHING_TO_DO};
 use drillyard_stage::{Failure, Method, Outcome, Record, Stage};
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -95,7 +96,12 @@ impl<'a> TrainStage<'a> {
         let mut lines = BufReader::new(stdout).lines();
         let mut last = String::new();
         while let Some(line) = lines.next_line().await.map_err(broken)? {
-            if let Ok(request) = serde_json::from_str::<Request>(&line) {
+            let value: Value = serde_json::from_str(&line).unwrap_or_default();
+            if value.get("event").is_some() {
+                let request: Request = serde_json::from_value(value).map_err(|e| {
+                    Failure::new(ENVIRONMENT, format!("{program} asks '{line}': {e}"))
+                        .hint("drillyard and drillyard-torch are of different versions; build both")
+                })?;
                 let answer = format!("{}\n", self.measure(request).await?);
                 // A trainer that died meanwhile says so by its exit status.
                 let _ = stdin.write_all(answer.as_bytes()).await;
@@ -124,7 +130,11 @@ impl<'a> TrainStage<'a> {
             1,
         )?;
         self.context.runner.run(&stage, &self.run.run_id).await?;
-        let measured = stage.measured().await?;
+        let measured = match stage.measured().await {
+            // Every episode ended by infrastructure: there is no figure, and training goes on.
+            Err(failure) if failure.code == NOTHING_TO_DO => return Ok(Value::Null),
+            measured => measured?,
+        };
         Ok(measured.first().map_or(Value::Null, |one| {
             json!({
                 "success": one.figures.success.value,
@@ -246,6 +256,10 @@ impl Stage for TrainStage<'_> {
             _ => String::new(),
         };
         let status = child.wait().await.map_err(|e| Failure::io(&program, &e))?;
+        if matches!(status.signal(), Some(libc::SIGINT | libc::SIGTERM)) {
+            return Err(Failure::new(INTERRUPTED, "training was interrupted")
+                .hint("the same command goes on from its last saved state"));
+        }
         if !status.success() {
             let code = status
                 .code()
