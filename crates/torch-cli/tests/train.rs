@@ -227,7 +227,7 @@ fn grpo(lake: &Utf8Path, init: &Utf8Path, output: &Utf8Path) -> Value {
         "method": "grpo", "init": init, "output": output, "stage_run": "train-1",
         "lake": {"root": lake, "credit": "credit-1"},
         "hyper": {
-            "epochs": 2, "batch_tokens": 1024, "micro_tokens": 512, "learning_rate": 1e-3, "log_every": 1,
+            "epochs": 2, "batch_tokens": 1024, "micro_tokens": 512, "learning_rate": 2e-4, "log_every": 1,
             "contrastive_weight": 0.02, "format_weight": 0.02,
         },
     })
