@@ -105,15 +105,19 @@ fn rate(runs: &[bool]) -> f64 {
     runs.iter().filter(|s| **s).count() as f64 / runs.len() as f64
 }
 
-/// Mean over tasks of the tasks' success rates. With one episode a task this is a proportion and gets Wilson's interval; with more,
-/// the normal interval of the mean over tasks.
+/// Mean over tasks of the tasks' success rates. Where every task either always or never succeeded (with one episode a task that is so)
+/// this is a proportion of tasks and gets Wilson's interval, which has a width at 0 and 1 too; else the normal interval of the mean over
+/// tasks.
 pub fn success(outcomes: &Outcomes) -> Option<Interval> {
     let rates: Vec<f64> = outcomes.values().map(|runs| rate(runs)).collect();
     if rates.is_empty() {
         return None;
     }
     let n = rates.len() as u64;
-    if outcomes.values().all(|runs| runs.len() == 1) {
+    if outcomes
+        .values()
+        .all(|runs| runs.windows(2).all(|pair| pair[0] == pair[1]))
+    {
         let wins = rates.iter().filter(|r| **r > 0.5).count();
         let interval = math::wilson_interval(wins, rates.len())?;
         return Some(Interval {
@@ -253,6 +257,16 @@ mod tests {
             interval.lo > 0.2 && interval.hi < 1.0 && interval.n == 4,
             "{interval:?}"
         );
+    }
+
+    #[test]
+    fn never_is_an_interval_with_a_width() {
+        let never = success(&outcomes_of(&[
+            ("a", &[false, false]),
+            ("b", &[false, false]),
+        ]))
+        .unwrap();
+        assert!(never.value == 0.0 && never.hi > 0.5, "{never:?}");
     }
 
     #[test]
