@@ -42,4 +42,4 @@ pub use policy::{
 };
 pub use progress::{Progress, ProgressState, Silent};
 pub use rollout::rollout;
-pub use stop::Stop;
+pub use stop::{CtrlC, Stop};

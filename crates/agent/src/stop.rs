@@ -38,11 +38,11 @@ impl Stop {
         let _ = seen.wait_for(|stopped| *stopped).await;
     }
 
-    /// Makes the request at the first Ctrl-C. The second one ends the process at once, as an impatient user means it; a rollout
-    /// started again resumes after that as well.
-    pub fn on_ctrl_c(&self) {
+    /// Makes the request at the first Ctrl-C, until the guard is dropped. The second one ends the process at once, as an impatient
+    /// user means it; a rollout started again resumes after that as well.
+    pub fn on_ctrl_c(&self) -> CtrlC {
         let stop = self.clone();
-        tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             if tokio::signal::ctrl_c().await.is_ok() {
                 stop.stop();
             }
@@ -50,5 +50,17 @@ impl Stop {
                 std::process::exit(130);
             }
         });
+        CtrlC(task)
+    }
+}
+
+/// Listens for Ctrl-C while it lives.
+#[derive(Debug)]
+#[must_use = "Ctrl-C is heard only while this lives"]
+pub struct CtrlC(tokio::task::JoinHandle<()>);
+
+impl Drop for CtrlC {
+    fn drop(&mut self) {
+        self.0.abort();
     }
 }

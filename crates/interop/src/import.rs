@@ -264,7 +264,13 @@ impl Imported {
             return false;
         };
         let Some(format) = self.options.format.or_else(|| Format::detect(&bytes)) else {
-            let reason = format!("of no known format (known are: {})", Format::names());
+            let reason = match serde_json::from_slice::<serde::de::IgnoredAny>(&bytes) {
+                Ok(_) => format!("of no known format (known are: {})", Format::names()),
+                Err(error) => format!(
+                    "no JSON of a known format: {error} (known are: {})",
+                    Format::names()
+                ),
+            };
             self.problem(&file, None, reason);
             return true;
         };

@@ -25,9 +25,9 @@ pub enum LakeError {
         /// Where.
         path: Utf8PathBuf,
     },
-    /// A file or folder may not be written.
+    /// A file or folder may not be used.
     #[error(
-        "{path}: can't be written ({source}); make it writable or choose another folder, then run the same command again"
+        "{path}: can't be used ({source}); make it readable and writable or choose another folder, then run the same command again"
     )]
     NotWritable {
         /// Where.

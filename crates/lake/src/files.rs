@@ -150,7 +150,10 @@ fn write_one(
     }
     // The file's name, and those of folders that may be new.
     for folder in folder.ancestors().take(partition.len() + 1) {
-        sync(folder)?;
+        if let Err(error) = sync(folder) {
+            let _ = fs_err::remove_file(&whole);
+            return Err(error);
+        }
     }
     let modified = SystemTime::now()
         .duration_since(UNIX_EPOCH)

@@ -450,7 +450,16 @@ fn list_segments(dir: &Utf8Path, shard: &str) -> Result<VecDeque<Segment>, LakeE
     let reading = |e: std::io::Error| LakeError::reading(dir, e);
     let mut numbers = Vec::new();
     for entry in fs_err::read_dir(dir).map_err(reading)? {
-        let name = entry.map_err(reading)?.file_name();
+        let entry = entry.map_err(reading)?;
+        let name = entry.file_name();
+        // A compaction that was killed half-way left this; the segments it was made of are all there.
+        if name
+            .to_str()
+            .is_some_and(|name| name.starts_with(&format!("{shard}.")) && name.ends_with(".new"))
+        {
+            let _ = fs_err::remove_file(entry.path());
+            continue;
+        }
         let middle = name
             .to_str()
             .and_then(|name| {

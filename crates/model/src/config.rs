@@ -98,8 +98,13 @@ impl LlamaConfig {
             num_key_value_heads,
             head_dim,
             max_position_embeddings: fields.positive("max_position_embeddings")?,
-            rope_theta: fields.rope_theta()?,
-            rms_norm_eps: fields.number("rms_norm_eps")?.unwrap_or(1e-6),
+            rope_theta: within("rope_theta", fields.rope_theta()?, 1.0, 1e12)?,
+            rms_norm_eps: within(
+                "rms_norm_eps",
+                fields.number("rms_norm_eps")?.unwrap_or(1e-6),
+                1e-30,
+                1.0,
+            )?,
             tie_word_embeddings: fields.flag("tie_word_embeddings")?.unwrap_or(false),
             initializer_range: fields.number("initializer_range")?.unwrap_or(0.02),
             bos_token_id: fields.token("bos_token_id")?,
@@ -192,6 +197,18 @@ fn field_error(field: &str, message: impl Into<String>) -> ModelError {
     ModelError::Config {
         field: field.to_owned(),
         message: message.into(),
+    }
+}
+
+fn within(field: &str, value: f64, least: f64, most: f64) -> Result<f64, ModelError> {
+    // The comparison also refuses what is not a number.
+    if (least..=most).contains(&value) {
+        Ok(value)
+    } else {
+        Err(field_error(
+            field,
+            format!("must lie between {least:e} and {most:e}, got {value}"),
+        ))
     }
 }
 

@@ -12,6 +12,8 @@ use datafusion::dataframe::DataFrame;
 use datafusion::datasource::MemTable;
 use datafusion::error::DataFusionError;
 use datafusion::execution::context::SQLOptions;
+use datafusion::execution::memory_pool::FairSpillPool;
+use datafusion::execution::runtime_env::RuntimeEnvBuilder;
 use datafusion::prelude::{SessionConfig, SessionContext, col, lit};
 use datafusion::sql::parser::{DFParser, Statement};
 use drillyard_lake::{DataFile, Snapshot};
@@ -517,7 +519,26 @@ fn context(threads: usize) -> SessionContext {
     let options = config.options_mut();
     options.sql_parser.collect_spans = true;
     options.sql_parser.map_string_types_to_utf8view = false;
-    SessionContext::new_with_config(config)
+    // Sorts and aggregations beyond their share of memory spill to disk; what cannot spill gets an error that says so, never the machine.
+    let runtime = RuntimeEnvBuilder::new()
+        .with_memory_pool(Arc::new(FairSpillPool::new(memory_budget())))
+        .build();
+    match runtime {
+        Ok(runtime) => SessionContext::new_with_config_rt(config, Arc::new(runtime)),
+        Err(_) => SessionContext::new_with_config(config),
+    }
+}
+
+/// Bytes that queries may hold at once: half of the memory available now, at least 256 MiB.
+fn memory_budget() -> usize {
+    let available = fs_err::read_to_string("/proc/meminfo")
+        .ok()
+        .and_then(|text| {
+            let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
+            line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()
+        })
+        .map_or(4 << 30, |kib| kib << 10);
+    (available / 2).max(256 << 20)
 }
 
 pub(crate) fn memory_table(rows: &RecordBatch) -> Result<Arc<dyn TableProvider>, QueryError> {

@@ -248,18 +248,26 @@ impl Validator {
         let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
         // The training thread is inside the runtime's `block_on`: the server gets a task of its own.
         let server = self.handle.spawn(async move {
-            let server = Server::bind(&options).await?;
             // Nobody waits for the address any more only if training has failed meanwhile.
-            drop(started.send(server.listening().clone()));
-            server
+            let server = match Server::bind(&options).await {
+                Ok(server) => server,
+                Err(error) => return drop(started.send(Err(error.to_string()))),
+            };
+            drop(started.send(Ok(server.listening().clone())));
+            let ended = server
                 .run(async {
                     drop(stopped.await);
                 })
-                .await
+                .await;
+            if let Err(error) = ended {
+                drop(started.send(Err(error.to_string())));
+            }
         });
         let ready = listening
             .recv()
-            .map_err(|_| failed(format!("{dir} could not be served")))?;
+            .map_err(|error| error.to_string())
+            .flatten()
+            .map_err(|why| failed(format!("{dir} could not be served: {why}")))?;
         let event = json!({
             "event": "validate",
             "step": step,
@@ -269,7 +277,12 @@ impl Validator {
         });
         ui.data(&format!("{event}\n"))?;
         let line = self.answers.recv();
-        // The server may have ended by itself already.
+        // The server may have ended by itself already: then the front door got no answers from it.
+        if let Ok(Err(why)) = listening.try_recv() {
+            ui.warn(format!(
+                "serving the weights of step {step} ended early: {why}"
+            ));
+        }
         let _ = stop.send(());
         server.abort();
         let line = line.map_err(|_| failed("standard input ended before a result came".into()))?;

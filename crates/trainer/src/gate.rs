@@ -291,8 +291,9 @@ pub fn judge(provenance: Provenance, drift: Option<Drift>, config: &GateConfig) 
         Vec::new()
     } else {
         vec![
-            "imitation of successes (method imitation)".to_owned(),
-            "pairs of success and failure (method imitation with preference_weight above 0)"
+            "imitation of successes (in a pipeline: train.method = \"rejection_sampling\")"
+                .to_owned(),
+            "pairs of success and failure (in a pipeline: train.method = \"imitation_pairs\")"
                 .to_owned(),
         ]
     };

@@ -254,6 +254,17 @@ pub fn fit(
             measure_tasks(&dir, 0, 0, hooks, &mut recorder, &mut state)?;
         }
         started = Instant::now();
+    } else if let Some(store) = store
+        && hyper.validate_every > 0
+        && (state.step.is_multiple_of(hyper.validate_every) || state.step == total)
+        && state.validations.iter().all(|(step, _)| *step != state.step)
+    {
+        // Killed between saving this state and measuring it.
+        let epoch = schedule.steps[state.step as usize - 1].0;
+        let dir = store.save_state(network, &optimizer, &state)?;
+        let number = state.step;
+        measure_tasks(&dir, number, epoch, hooks, &mut recorder, &mut state)?;
+        started = Instant::now();
     }
     while state.step < total {
         let (epoch, step) = &schedule.steps[state.step as usize];

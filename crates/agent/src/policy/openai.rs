@@ -305,7 +305,10 @@ impl OpenAiClient {
     async fn probe_now(&self) -> Result<(), PolicyError> {
         let url = format!("{}/models", self.url);
         let ask = || async {
-            let mut request = self.http.get(&url).timeout(Duration::from_secs(30));
+            let mut request = self
+                .http
+                .get(&url)
+                .timeout(self.config.timeout.min(Duration::from_secs(30)));
             if let Some(key) = &self.config.api_key {
                 request = request.bearer_auth(key);
             }
@@ -320,7 +323,10 @@ impl OpenAiClient {
         let backoff = ExponentialBuilder::default()
             .with_min_delay(self.config.retries.first_wait)
             .with_max_times(self.config.retries.times.min(3));
-        ask.retry(backoff).when(PolicyError::is_transient).await
+        // One that takes the connection and says nothing will not say more when asked again.
+        ask.retry(backoff)
+            .when(|error| error.is_transient() && !matches!(error, PolicyError::Slow { .. }))
+            .await
     }
 }
 

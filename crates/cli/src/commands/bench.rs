@@ -1,13 +1,17 @@
 //! `drillyard bench`: figures as JSON lines, each beside a baseline measured in the same run.
 
+use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use camino::Utf8Path;
 use drillyard_agent::{Policy, RolloutOptions, Silent, rollout};
-use drillyard_lake::Lake;
+use drillyard_lake::{EpisodeBundle, Filter, Lake, Writer, WriterOptions};
 use drillyard_sandbox::{Call, Pool, Setup};
-use drillyard_schema::{Purpose, RunId, Split};
+use drillyard_schema::table::{
+    EpisodeRow, MessageRow, RewardRow, StepRow, TaskRow, TokenRow, ToolCallRow, VerdictRow,
+};
+use drillyard_schema::{EpisodeId, Purpose, RunId, Split};
 use drillyard_stage::Failure;
 use drillyard_stage::exit::{ENVIRONMENT, OK, OUTPUT};
 use serde_json::{Value, json};
@@ -149,12 +153,13 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
         "bare processes, three an episode",
         1000.0 / (3.0 * bare),
     )?;
+    let (written, plain) = writer(&lake, &dir).await?;
     line(
         "writer_steps_per_second",
-        summary.steps as f64 / summary.wall_s,
+        written,
         "1/s",
-        "scripted_episodes_per_second",
-        summary.done as f64 / summary.wall_s,
+        "the same rows as JSON lines, synced once",
+        plain,
     )?;
     let text = conversations(&lake, &RunId::from("bench"), EPISODES).await?;
     let single = train(context, &dir, &text, 1).await?;
@@ -168,6 +173,74 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     )?;
     let _ = fs_err::remove_dir_all(&dir);
     Ok(OK)
+}
+
+/// Steps a second from finished episodes to committed tables, through journal, queue and batches; and the same rows into a plain file.
+async fn writer(lake: &Lake, dir: &Utf8Path) -> Result<(f64, f64), Failure> {
+    let failed = |e: drillyard_lake::LakeError| Failure::from_error(OUTPUT, &e);
+    let bundles = bundles(lake).await.map_err(failed)?;
+    let steps: usize = bundles.iter().map(|b| b.steps.len()).sum();
+
+    let path = dir.join("plain.jsonl");
+    let started = Instant::now();
+    let mut text = Vec::new();
+    for bundle in &bundles {
+        serde_json::to_writer(&mut text, bundle).map_err(|e| Failure::new(OUTPUT, e))?;
+        text.push(b'\n');
+    }
+    fs_err::write(&path, &text)
+        .and_then(|()| fs_err::File::open(&path)?.sync_all())
+        .map_err(|e| output(&path, &e))?;
+    let plain = started.elapsed();
+
+    let copy = Lake::open(&dir.join("copy")).await.map_err(failed)?;
+    let options = WriterOptions::new(dir.join("copy-journal"), "bench", "0");
+    let (writer, _) = Writer::start(copy, options).await.map_err(failed)?;
+    let started = Instant::now();
+    for bundle in bundles {
+        writer.submit(bundle).await.map_err(failed)?;
+    }
+    writer.finish().await.map_err(failed)?;
+    let rate = |took: Duration| steps as f64 / took.as_secs_f64();
+    Ok((rate(started.elapsed()), rate(plain)))
+}
+
+/// The episodes of a lake, each with its rows.
+async fn bundles(lake: &Lake) -> Result<Vec<EpisodeBundle>, drillyard_lake::LakeError> {
+    fn by_episode<R>(rows: Vec<R>, id: impl Fn(&R) -> &EpisodeId) -> BTreeMap<EpisodeId, Vec<R>> {
+        let mut groups = BTreeMap::<_, Vec<R>>::new();
+        for row in rows {
+            groups.entry(id(&row).clone()).or_default().push(row);
+        }
+        groups
+    }
+    let snapshot = lake.snapshot().await?;
+    let all = Filter::default();
+    let tasks: Vec<TaskRow> = snapshot.read(&all).await?;
+    let tasks: BTreeMap<_, _> = tasks.into_iter().map(|t| (t.task_id.clone(), t)).collect();
+    let mut messages = by_episode::<MessageRow>(snapshot.read(&all).await?, |r| &r.episode_id);
+    let mut steps = by_episode::<StepRow>(snapshot.read(&all).await?, |r| &r.episode_id);
+    let mut calls = by_episode::<ToolCallRow>(snapshot.read(&all).await?, |r| &r.episode_id);
+    let mut tokens = by_episode::<TokenRow>(snapshot.read(&all).await?, |r| &r.episode_id);
+    let mut verdicts = by_episode::<VerdictRow>(snapshot.read(&all).await?, |r| &r.episode_id);
+    let mut rewards = by_episode::<RewardRow>(snapshot.read(&all).await?, |r| &r.episode_id);
+    let episodes: Vec<EpisodeRow> = snapshot.read(&all).await?;
+    Ok(episodes
+        .into_iter()
+        .filter_map(|episode| {
+            let id = &episode.episode_id;
+            Some(EpisodeBundle {
+                task: tasks.get(&episode.task_id)?.clone(),
+                messages: messages.remove(id).unwrap_or_default(),
+                steps: steps.remove(id).unwrap_or_default(),
+                tool_calls: calls.remove(id).unwrap_or_default(),
+                tokens: tokens.remove(id).unwrap_or_default(),
+                verdicts: verdicts.remove(id).unwrap_or_default(),
+                rewards: rewards.remove(id).unwrap_or_default(),
+                episode,
+            })
+        })
+        .collect())
 }
 
 /// Tokens a second of one epoch of imitation on the scripted episodes, from the pipeline's checkpoint.

@@ -13,7 +13,12 @@ use crate::stages::{CreditStage, EvalStage, PolicySpec, QaStage, RolloutStage, T
 
 /// Runs episodes.
 pub(crate) async fn rollout(context: &Context, shard: ShardArgs) -> Result<u8, Failure> {
-    let policy = PolicySpec::of(&context.pipeline, "base", None, None)?;
+    let name = match context.pipeline.policy.kind {
+        PolicyKind::Checkpoint => "base",
+        PolicyKind::Openai => "endpoint",
+        PolicyKind::Expert => "expert",
+    };
+    let policy = PolicySpec::of(&context.pipeline, name, None, None)?;
     let stage = RolloutStage::new(context, policy, 0, shard.shard)?;
     let run = stage.run_identity().clone();
     let record = context.runner.run(&stage, &run.run_id).await?;
@@ -95,7 +100,14 @@ pub(crate) async fn eval(context: &Context) -> Result<u8, Failure> {
         .to_owned();
     let init = start_of(context, &run).await?;
     let evaluated = evaluated(context, &run, &init, &checkpoint).await?;
-    report::finish(context, &run, &[&trained, &evaluated], "make control")?;
+    // The card of the run: what came before is told again, as it stands.
+    let mut records = vec![source(context, &run).await?];
+    for stage in ["qa", "credit"] {
+        records.extend(context.runner.latest(stage, &run.run_id).await?);
+    }
+    records.extend([trained, evaluated]);
+    let records: Vec<&Record> = records.iter().collect();
+    report::finish(context, &run, &records, "make control")?;
     Ok(OK)
 }
 

@@ -145,8 +145,13 @@ impl PolicySpec {
                     })?),
                     None => None,
                 };
+                context.ui.note(format!(
+                    "{:>10} {} at {base_url}",
+                    "policy", self.config.model
+                ));
                 let config = OpenAiConfig {
                     api_key,
+                    timeout: Duration::from_secs_f64(self.config.timeout_s),
                     ..OpenAiConfig::plain(base_url, self.config.model.clone(), protocol)
                 };
                 Ok((
@@ -224,7 +229,7 @@ impl Drill<'_> {
             _ => None,
         };
         let stop = Stop::new();
-        stop.on_ctrl_c();
+        let _listening = stop.on_ctrl_c();
         let (index, count) = self.shard.or_else(shard_of_environment).unwrap_or((0, 1));
         let options = RolloutOptions {
             samples: self.samples,
@@ -249,7 +254,7 @@ impl Drill<'_> {
                 self.purpose,
                 self.tasks.clone(),
                 policy,
-                self.context.dir("journal")?.join(self.run.run_id.as_str()),
+                self.context.dir("journal")?,
             )
         };
         let bar = self.context.ui.bar(
