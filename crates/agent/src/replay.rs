@@ -241,20 +241,17 @@ impl<'a> Run<'a> {
 
     /// The sandbox, with the files as they are now.
     async fn lease(&mut self) -> Result<&mut Sandbox, AgentError> {
-        let sandbox = match self.sandbox.take() {
-            Some(sandbox) => sandbox,
-            None => {
-                let setup = Setup {
-                    files: self.files.setup().to_vec(),
-                };
-                let mut sandbox = self.pool.lease(&setup).await?;
-                let changes = self.files.changes();
-                if !changes.is_empty() {
-                    sandbox.apply(&changes).await?;
-                }
-                sandbox
-            }
+        if let Some(sandbox) = self.sandbox.take() {
+            return Ok(self.sandbox.insert(sandbox));
+        }
+        let setup = Setup {
+            files: self.files.setup().to_vec(),
         };
+        let mut sandbox = self.pool.lease(&setup).await?;
+        let changes = self.files.changes();
+        if !changes.is_empty() {
+            sandbox.apply(&changes).await?;
+        }
         Ok(self.sandbox.insert(sandbox))
     }
 

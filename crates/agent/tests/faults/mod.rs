@@ -1,8 +1,13 @@
 //! Controlled faults: each kind really takes place, is recorded, comes again after a crash, and is never infrastructure.
 
-use drillyard_sandbox::{FaultKind, FaultPlan, FaultRule, Limits};
+use drillyard_agent::Point;
+use drillyard_sandbox::{FaultKind, FaultPlan, FaultRule, Limits, SandboxConfig};
+use drillyard_schema::RunId;
+use drillyard_schema::table::{EpisodeRow, MessageRow, RewardRow, ToolCallRow};
+use drillyard_testkit::{Answer, FakeEndpoint};
+use serde_json::{Value, json};
 
-use super::*;
+use super::{Folder, Yard, component, crash_options, crash_with, policy, shell, submit, tasks};
 
 /// Every call of `tools` meets this kind.
 fn always(kind: FaultKind, tools: &[&str]) -> FaultPlan {
@@ -161,7 +166,7 @@ async fn a_truncated_output_is_whole_in_the_lake() {
     let rows = one(&yard, "truncated", faults, &calls).await;
     // Of no output nothing can be cut.
     assert_eq!(labels(&rows), [Some("truncated_output"), None, None]);
-    let whole: String = (1..=300).map(|n| format!("{n}\n")).collect();
+    let whole: String = (1..=300).map(|n| n.to_string() + "\n").collect();
     assert_eq!(
         (rows[0].stdout.as_str(), rows[0].truncated),
         (whole.as_str(), true)

@@ -1,14 +1,23 @@
 //! Replay and branch: recorded calls again, days later, and new episodes from the middle of an old one.
 
-use drillyard_agent::{Clocks, Recorded, Replay, Sameness, branch};
-use drillyard_schema::EpisodeId;
+use std::time::Duration;
 
-use super::*;
+use drillyard_agent::{Clocks, Policy, Recorded, Replay, Sameness, branch};
+use drillyard_schema::table::{EpisodeRow, MessageRow, StepRow, TokenRow, ToolCallRow};
+use drillyard_schema::{EpisodeId, Task};
+use drillyard_testkit::FakeEndpoint;
+use serde_json::Value;
+
+use super::{Yard, faults, policy, shell, submit, tasks};
 
 const CLOCKS: Clocks = Clocks {
     call: Duration::from_secs(30),
     episode: Duration::from_mins(10),
 };
+
+fn of<R: Clone>(rows: &[R], id: &EpisodeId, of: fn(&R) -> &EpisodeId) -> Vec<R> {
+    rows.iter().filter(|row| of(row) == id).cloned().collect()
+}
 
 /// The episodes of the yard, each with all that the lake holds of it.
 async fn recorded(yard: &Yard, tasks: &[Task]) -> Vec<Recorded> {
@@ -16,9 +25,6 @@ async fn recorded(yard: &Yard, tasks: &[Task]) -> Vec<Recorded> {
     let messages = yard.rows::<MessageRow>().await;
     let calls = yard.rows::<ToolCallRow>().await;
     let tokens = yard.rows::<TokenRow>().await;
-    fn of<R: Clone>(rows: &[R], id: &EpisodeId, of: fn(&R) -> &EpisodeId) -> Vec<R> {
-        rows.iter().filter(|row| of(row) == id).cloned().collect()
-    }
     let episodes = yard.rows::<EpisodeRow>().await;
     episodes
         .into_iter()

@@ -85,11 +85,11 @@ pub(crate) async fn figures(lake: &Lake, run: &RunId) -> Result<Map<String, Valu
     let session = Session::open(&snapshot, options)
         .await
         .map_err(|e| query_failure(&e))?;
-    let met: Vec<Met> = session
+    let answer = session
         .ask("injected_faults")
         .await
-        .and_then(|result| result.rows())
         .map_err(|e| query_failure(&e))?;
+    let met: Vec<Met> = answer.rows().map_err(|e| query_failure(&e))?;
     let percent =
         |value: Option<f64>| value.map_or_else(|| "–".to_owned(), |v| format!("{:.1}", v * 100.0));
     let figure = |row: &Met| {
