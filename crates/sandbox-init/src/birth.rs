@@ -7,6 +7,7 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::Reply;
 
 use crate::cgroup::{Driver, Group, Meter};
+use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
 use crate::sys::{self, At, Cloned, Failure};
@@ -80,7 +81,10 @@ pub fn make(
             live(&gate, inner, meter, start, filter, mode)
         }
         Cloned::Parent(pid) => {
-            let sandbox = Sandbox { id, pid, group };
+            let mut sandbox = Sandbox { id, pid, group };
+            if let Some(group) = &mut sandbox.group {
+                group.meter.keep_for_helper();
+            }
             let attached = sandbox
                 .group
                 .as_ref()
@@ -162,23 +166,25 @@ fn settle<'a>(
         Mode::Root => 0,
         Mode::User => TOOL_ID,
     };
-    confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
+    let counts = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
     let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     Ok(Inside {
         socket,
         signals,
         meter,
+        counts,
         rules,
         start,
         own_id,
     })
 }
 
-fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<(), Failure> {
+fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<Counts, Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
     mounts(start, own_id)?;
+    let counts = Counts::open();
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
     sys::loopback_up().at("loopback")?;
@@ -190,7 +196,8 @@ fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<(), 
     sys::set_capabilities(KEPT).at("capabilities")?;
     sys::prctl(libc::PR_SET_DUMPABLE, 0, 0).at("dumpable")?;
     sys::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0).at("no_new_privs")?;
-    sys::install_filter(filter).at("system call filter")
+    sys::install_filter(filter).at("system call filter")?;
+    Ok(counts)
 }
 
 /// One tmpfs carries every place that can be written, so that its size bounds them together.
@@ -231,30 +238,19 @@ fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
     };
     let null = sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0)?;
     let socket = lift(socket)?;
-    let meter = Meter {
-        peak: meter.peak.map(lift).transpose()?,
-        oom: meter.oom.map(lift).transpose()?,
-        cpu: meter.cpu.map(lift).transpose()?,
-        pids: meter.pids.map(lift).transpose()?,
-    };
+    let meter = meter.try_map(lift)?;
     for fd in 0..3 {
         sys::dup3(null.as_raw_fd(), fd)?;
     }
     std::mem::forget(null);
     // SAFETY: closes what the helper holds; its values are never used or dropped in this process.
     sys::check(unsafe { libc::syscall(libc::SYS_close_range, 3, HIGH - 1, 0) } as i32)?;
-    let last = [
-        Some(&socket),
-        meter.peak.as_ref(),
-        meter.oom.as_ref(),
-        meter.cpu.as_ref(),
-        meter.pids.as_ref(),
-    ]
-    .into_iter()
-    .flatten()
-    .map(AsRawFd::as_raw_fd)
-    .max()
-    .unwrap_or(HIGH);
+    let last = meter
+        .files()
+        .chain([&socket])
+        .map(AsRawFd::as_raw_fd)
+        .max()
+        .unwrap_or(HIGH);
     sys::close_from(last + 1)?;
     Ok((socket, meter))
 }

@@ -17,8 +17,12 @@ use crate::sys::{self, Cloned};
 
 /// Between asking a tree to end and killing it.
 const GRACE: Duration = Duration::from_millis(50);
+/// What SIGKILL did not end by then can't be ended.
+const UNKILLABLE: Duration = Duration::from_secs(5);
 /// Told by the child on its side pipe when it could not start its program.
 const NO_START: u8 = 1;
+/// Told by it when it did not get so far.
+const NOT_SET_UP: u8 = 2;
 
 enum Tool<'a> {
     Program {
@@ -61,7 +65,9 @@ pub fn run(
         out,
     ) {
         Ok(called) => Reply::Called(Box::new(called)),
-        Err(error) => refused(format!("the call could not be started: {error}")),
+        Err(error) => Reply::NotStarted {
+            message: error.to_string(),
+        },
     }
 }
 
@@ -219,6 +225,7 @@ fn call(
     let (side_read, side_write) = sys::pipe()?;
     inside.meter.reset_peak();
     let before = inside.meter.read();
+    let counted_before = inside.counts.read();
     let started = Instant::now();
     let first = match sys::fork()? {
         Cloned::Child => child(
@@ -259,7 +266,7 @@ fn call(
         limit,
         &mut buffer,
     );
-    let survivors = finish(
+    let finished = finish(
         inside,
         first,
         end,
@@ -276,7 +283,11 @@ fn call(
         end
     };
     let wall_us = started.elapsed().as_micros() as u64;
+    let counted = inside.counts.read();
     let after = inside.meter.read();
+    let at_rest = inside
+        .meter
+        .at_rest(after.peak_bytes, inside.start.limits.memory_bytes);
 
     let mut side = [0; 8];
     let told = sys::read(side_read.as_raw_fd(), &mut side).unwrap_or(0);
@@ -290,10 +301,10 @@ fn call(
         Some(s) if libc::WIFSIGNALED(s) => (None, Some(libc::WTERMSIG(s))),
         _ => (None, None),
     };
-    if told == 5 && side[0] == NO_START {
-        let [_, a, b, c, d, ..] = side;
+    if told == 5 {
+        let [kind, a, b, c, d, ..] = side;
         let error = io::Error::from_raw_os_error(i32::from_le_bytes([a, b, c, d]));
-        let Tool::Program { argv, .. } = tool else {
+        let (NO_START, Tool::Program { argv, .. }) = (kind, tool) else {
             return Err(error);
         };
         let name = argv
@@ -312,14 +323,17 @@ fn call(
         stderr.total = stderr.kept.len() as u64;
         exit_code = Some(if missing { 127 } else { 126 });
     }
-    let disk_full = sys::openat(
+    let disk = sys::openat(
         libc::AT_FDCWD,
         c"/work",
         libc::O_RDONLY | libc::O_DIRECTORY,
         0,
     )
-    .and_then(|d| sys::free_space(d.as_raw_fd()))
-    .is_ok_and(|(bytes, files)| bytes < 16 << 10 || files == 0);
+    .and_then(|d| sys::space(d.as_raw_fd()));
+    let disk_full = disk
+        .as_ref()
+        .is_ok_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);
+    let piped = stdout.total + stderr.total;
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
     let (changes, state_lost) = index.changes(out);
@@ -334,21 +348,41 @@ fn call(
         wall_us,
         user_us: used.user_us,
         system_us: used.system_us,
-        cgroup_cpu_us: after
-            .cpu_us
-            .zip(before.cpu_us)
-            .map(|(a, b)| a.saturating_sub(b)),
+        cgroup_cpu_us: since(after.cpu_us, before.cpu_us),
+        hard: finished.hard,
         peak_process_bytes: used.peak_bytes,
         peak_cgroup_bytes: after.peak_bytes,
-        read_bytes: used.read_bytes,
-        written_bytes: used.written_bytes,
+        peak_bytes_now: after.peak_bytes > before.peak_bytes,
+        cache_bytes: at_rest.cache_bytes,
+        left_bytes: at_rest.used_bytes,
+        // The group also knows of what is written later than the process that caused it lived.
+        read_bytes: used
+            .read_bytes
+            .max(after.io_bytes.0.saturating_sub(before.io_bytes.0)),
+        written_bytes: used
+            .written_bytes
+            .max(after.io_bytes.1.saturating_sub(before.io_bytes.1)),
+        // PID 1 itself read what came through the pipes.
+        read_chars: since(counted.read_chars, counted_before.read_chars)
+            .map(|n| n.saturating_sub(piped)),
+        written_chars: since(counted.written_chars, counted_before.written_chars),
+        started: inside.counts.started(counted_before, counted),
+        // The group counts PID 1 too.
+        peak_processes: after.peak_pids.map(|n| n.saturating_sub(1)),
+        peak_now: after.peak_pids > before.peak_pids,
         oom_kills: after.oom_kills.saturating_sub(before.oom_kills),
         refused_forks: after.refused_forks.saturating_sub(before.refused_forks),
         disk_full,
-        survivors,
+        disk: disk.unwrap_or_default(),
+        unkillable: finished.unkillable,
+        survivors: finished.survivors,
         changes,
         state_lost,
     })
+}
+
+fn since(now: Option<u64>, then: Option<u64>) -> Option<u64> {
+    now.zip(then).map(|(now, then)| now.saturating_sub(then))
 }
 
 /// Until the first process ended, the clock ran out or too much was printed.
@@ -380,13 +414,17 @@ fn watch(
 /// Sleeps until a stream or a child has news; ends the sandbox when the program outside is gone.
 fn wait(inside: &Inside<'_>, stdout: &Stream, stderr: &Stream, longest: Duration) {
     let fd = |s: &Stream| s.pipe.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+    wait_on(inside, [fd(stdout), fd(stderr)], longest);
+}
+
+fn wait_on(inside: &Inside<'_>, [stdout, stderr]: [RawFd; 2], longest: Duration) {
     let mut control = sys::pollfd(inside.socket());
     control.events = libc::POLLRDHUP;
     let mut fds = [
         sys::pollfd(inside.signals.as_raw_fd()),
         control,
-        sys::pollfd(fd(stdout)),
-        sys::pollfd(fd(stderr)),
+        sys::pollfd(stdout),
+        sys::pollfd(stderr),
     ];
     let ms = longest.as_micros().div_ceil(1000).min(3_600_000) as i32;
     if sys::poll(&mut fds, ms).is_err() || fds[1].revents != 0 {
@@ -397,7 +435,18 @@ fn wait(inside: &Inside<'_>, stdout: &Stream, stderr: &Stream, longest: Duration
     }
 }
 
-/// Ends whatever lives; true if the first process left something running.
+/// How the last processes of a call ended.
+#[derive(Default)]
+struct Finished {
+    /// The first process left something running.
+    survivors: bool,
+    /// The call was stopped, and not all ended when they were asked to.
+    hard: bool,
+    /// Something lives on after SIGKILL.
+    unkillable: bool,
+}
+
+/// Ends whatever lives.
 fn finish(
     inside: &Inside<'_>,
     first: i32,
@@ -406,9 +455,9 @@ fn finish(
     used: &mut Used,
     limit: u64,
     buffer: &mut [u8],
-) -> bool {
+) -> Finished {
     if used.reap(first) {
-        return false;
+        return Finished::default();
     }
     if end == End::Timeout {
         let _ = sys::kill(-1, libc::SIGTERM);
@@ -417,7 +466,7 @@ fn finish(
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if used.reap(first) {
-                return false;
+                return Finished::default();
             }
             if left.is_zero() {
                 break;
@@ -428,20 +477,30 @@ fn finish(
             }
         }
     }
+    let until = Instant::now() + UNKILLABLE;
+    let mut finished = Finished {
+        survivors: end == End::Finished,
+        hard: end != End::Finished,
+        unkillable: false,
+    };
     loop {
         // Reaches every process of the namespace but this one, whatever session or group it hides in.
         let _ = sys::kill(-1, libc::SIGKILL);
-        match sys::reap(-1, true) {
-            Ok(Some(ended)) => used.add(&ended, first),
-            Ok(None) => {}
-            Err(_) => return end == End::Finished,
+        if used.reap(first) {
+            return finished;
         }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            finished.unkillable = true;
+            return finished;
+        }
+        wait_on(inside, [-1, -1], left.min(Duration::from_millis(100)));
     }
 }
 
 /// The tool's own process: gives up every privilege, then becomes the tool.
 fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd) -> ! {
-    let become_tool = || -> io::Result<i32> {
+    let become_tool = || -> io::Result<()> {
         let start = inside.start;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::setsid() })?;
@@ -471,25 +530,27 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
             sys::setrlimit(libc::RLIMIT_DATA, start.limits.memory_bytes)?;
         }
         sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID)?;
-        sys::set_capabilities(0)?;
-        match tool {
-            Tool::Program { candidates, argv } => Err(execute(candidates, argv, &start.env)),
-            Tool::Read { path, max } => Ok(filetools::read_file(path, *max, 3)),
-            Tool::Write { path, content } => Ok(filetools::write_file(path, content)),
-            Tool::List { path } => Ok(filetools::list_dir(path)),
-        }
+        sys::set_capabilities(0)
     };
-    match become_tool() {
-        Ok(code) => sys::exit(code),
-        Err(error) => {
-            let mut told = vec![NO_START];
-            told.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
-            // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
-            if sys::write_all(3, &told).is_err() {
-                let _ = sys::write_all(side, &told);
-            }
-            sys::exit(126)
+    let fail = |kind: u8, error: &io::Error| -> ! {
+        let mut told = vec![kind];
+        told.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
+        // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
+        if sys::write_all(3, &told).is_err() {
+            let _ = sys::write_all(side, &told);
         }
+        sys::exit(126)
+    };
+    if let Err(error) = become_tool() {
+        fail(NOT_SET_UP, &error);
+    }
+    match tool {
+        Tool::Program { candidates, argv } => {
+            fail(NO_START, &execute(candidates, argv, &inside.start.env))
+        }
+        Tool::Read { path, max } => sys::exit(filetools::read_file(path, *max, 3)),
+        Tool::Write { path, content } => sys::exit(filetools::write_file(path, content)),
+        Tool::List { path } => sys::exit(filetools::list_dir(path)),
     }
 }
 

@@ -25,6 +25,10 @@ pub struct LimitSpec {
     pub open_files: u64,
     /// Bytes of standard output kept a call, and as many of standard error; the call is killed beyond it.
     pub output_bytes: u64,
+    /// Size of the file system as it was asked for; `disk_bytes` is what is given.
+    pub disk_asked_bytes: u64,
+    /// Bytes a second from and to each block device; nothing for no limit.
+    pub io_bytes_per_s: Option<u64>,
 }
 
 /// A host path that appears, read-only, inside.
@@ -93,6 +97,13 @@ pub enum Order {
         /// Its name.
         id: u64,
     },
+    /// Double a sandbox's memory limit.
+    Relax {
+        /// Its name.
+        id: u64,
+    },
+    /// Tell how much memory all sandboxes use together; answered by [`Event::Measured`].
+    Measure,
 }
 
 /// How far a limit holds on this host.
@@ -105,12 +116,14 @@ pub enum Holds {
     Partly,
     /// This host offers no way to enforce it.
     No,
+    /// No such limit is configured.
+    Unset,
 }
 
 /// One limit and how it holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitRow {
-    /// The limit's name: `memory`, `disk`, `processes`, …
+    /// The limit's name: `memory`, `disk`, `processes`, … It stays the same over versions, so that records compare.
     pub limit: String,
     /// Its value, with unit.
     pub value: String,
@@ -163,5 +176,11 @@ pub enum Event {
         signal: Option<i32>,
         /// Processes the kernel killed in it for want of memory over its whole life.
         oom_kills: u64,
+    },
+    /// What [`Order::Measure`] asked for.
+    Measured {
+        /// Memory of all sandboxes with their files, in bytes; without control groups the resident memory of their
+        /// processes.
+        memory_bytes: Option<u64>,
     },
 }

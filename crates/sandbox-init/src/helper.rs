@@ -11,7 +11,7 @@ use drillyard_sandbox_init::control::{Event, Holds, LimitRow, LimitSpec, Order, 
 use drillyard_sandbox_init::frame;
 
 use crate::birth::{self, Sandbox};
-use crate::cgroup::{Controller, Driver};
+use crate::cgroup::{Controller, Driver, find_io_devices};
 use crate::landlock;
 use crate::sys::{self, Failure};
 use crate::world::{self, Mode};
@@ -26,10 +26,11 @@ pub fn run() -> ExitCode {
         return ExitCode::from(2);
     };
     let (driver, swept) = if start.cgroups {
-        Driver::open(&start.owner)
+        Driver::open(&start.owner, start.limits.io_bytes_per_s.is_some())
     } else {
         (Driver::None("not asked for".into()), 0)
     };
+    let devices = find_io_devices(&start.limits);
     let outcome = world::leave().and_then(|mode| {
         let inner = sys::fork().map_err(|error| Failure {
             step: "fork".into(),
@@ -56,7 +57,7 @@ pub fn run() -> ExitCode {
                 driver.remove_own(&start.owner);
                 return unable(&failure);
             }
-            let limits = report(&start.limits, &driver, mode);
+            let limits = report(&start.limits, &driver, mode, devices);
             let started = Event::Started {
                 limits,
                 mode: match mode {
@@ -145,6 +146,21 @@ impl Yard {
                     ),
                 }
             }
+            Order::Relax { id } => {
+                let bytes = 2 * self.start.limits.memory_bytes;
+                if let Some(sandbox) = self.live.values().find(|s| s.id == id)
+                    && let Some(group) = &sandbox.group
+                {
+                    self.driver.set_memory(group, bytes);
+                }
+                Ok(())
+            }
+            Order::Measure => tell(
+                &Event::Measured {
+                    memory_bytes: self.driver.memory_bytes().or_else(resident_bytes),
+                },
+                None,
+            ),
             Order::Destroy { id } => {
                 // One that is gone already was told of then.
                 if let Some(sandbox) = self.live.values().find(|s| s.id == id) {
@@ -243,7 +259,25 @@ fn unable(failure: &Failure) -> ExitCode {
     ExitCode::from(30)
 }
 
-fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
+/// Resident memory of every process in the helper's pid namespace, which holds the sandboxes and nothing else; pages
+/// that several share count for each.
+fn resident_bytes() -> Option<u64> {
+    let mut pages = 0;
+    for entry in std::fs::read_dir("/proc").ok()?.flatten() {
+        if !entry.file_name().as_encoded_bytes()[0].is_ascii_digit() {
+            continue;
+        }
+        // size resident shared …, in pages
+        let statm = std::fs::read_to_string(entry.path().join("statm")).unwrap_or_default();
+        let mut fields = statm.split(' ').filter_map(|f| f.parse::<u64>().ok());
+        let (resident, shared) = (fields.nth(1).unwrap_or(0), fields.next().unwrap_or(0));
+        pages += resident.saturating_sub(shared);
+    }
+    Some(pages * 4096)
+}
+
+#[expect(clippy::too_many_lines, reason = "a table, row by row")]
+fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, devices: usize) -> Vec<LimitRow> {
     let row = |limit: &str, value: String, holds: Holds, how: String| LimitRow {
         limit: limit.into(),
         value,
@@ -297,10 +331,55 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
     ));
     rows.push(row(
         "disk",
-        format!("{}, {} files", mib(limits.disk_bytes), limits.inodes),
+        if limits.disk_bytes < limits.disk_asked_bytes {
+            format!(
+                "{} asked, {} given",
+                mib(limits.disk_asked_bytes),
+                mib(limits.disk_bytes)
+            )
+        } else {
+            mib(limits.disk_bytes)
+        },
         Holds::Yes,
-        "size and inodes of a tmpfs that holds /work, /tmp and /dev/shm".into(),
+        if limits.disk_bytes < limits.disk_asked_bytes {
+            "size of a tmpfs that holds /work, /tmp and /dev/shm; files lie in memory and get three quarters of it"
+        } else {
+            "size of a tmpfs that holds /work, /tmp and /dev/shm"
+        }
+        .into(),
     ));
+    rows.push(row(
+        "files",
+        limits.inodes.to_string(),
+        Holds::Yes,
+        "inodes of that tmpfs".into(),
+    ));
+    rows.push(match limits.io_bytes_per_s {
+        None => row(
+            "io rate",
+            "not set".into(),
+            Holds::Unset,
+            "files written lie in memory; reads of the host's programs are not throttled".into(),
+        ),
+        Some(bytes) => {
+            let holds = driver.has(Controller::Io) && devices > 0;
+            row(
+                "io rate",
+                format!("{} KiB/s a device", bytes >> 10),
+                if holds { Holds::Yes } else { Holds::No },
+                if holds {
+                    format!(
+                        "{}, {devices} devices; files written lie in memory",
+                        driver.how(Controller::Io)
+                    )
+                } else if devices == 0 {
+                    "this host shows no block device".into()
+                } else {
+                    driver.how(Controller::Io)
+                },
+            )
+        }
+    });
     rows.push(row(
         "open files",
         limits.open_files.to_string(),
@@ -315,8 +394,8 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
     ));
     let landlock = landlock::version();
     rows.push(row(
-        "files",
-        "of the host: read only, by an allow-list".into(),
+        "host files",
+        "read only, by an allow-list".into(),
         Holds::Yes,
         if landlock == 0 {
             "a root of their own, read-only mounts (this kernel has no Landlock)".into()

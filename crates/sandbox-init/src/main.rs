@@ -6,6 +6,7 @@
 mod birth;
 mod calls;
 mod cgroup;
+mod counts;
 mod filetools;
 mod helper;
 mod landlock;

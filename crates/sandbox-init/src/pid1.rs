@@ -8,6 +8,7 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{Reply, Request};
 
 use crate::cgroup::Meter;
+use crate::counts::Counts;
 use crate::scan::Index;
 use crate::{calls, scan, sys};
 
@@ -21,6 +22,7 @@ pub struct Inside<'a> {
     /// Readable when a child ended.
     pub signals: OwnedFd,
     pub meter: Meter,
+    pub counts: Counts,
     /// What tools may write, where the kernel can be told.
     pub rules: Option<OwnedFd>,
     pub start: &'a Start,

@@ -4,6 +4,7 @@ use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
+use drillyard_sandbox_init::init::Space;
 use libc::{c_int, c_long, c_ulong};
 
 /// An error that names the step it happened in.
@@ -520,13 +521,18 @@ pub fn send(socket: RawFd, bytes: &[u8], pass: Option<RawFd>) -> io::Result<()> 
     }
 }
 
-/// Free bytes and free inodes of the file system a descriptor is on.
-pub fn free_space(fd: RawFd) -> io::Result<(u64, u64)> {
+/// How full the file system is that a descriptor is on.
+pub fn space(fd: RawFd) -> io::Result<Space> {
     // SAFETY: an all-zero statvfs is valid.
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
     // SAFETY: room for one structure.
     check(unsafe { libc::fstatvfs(fd, &raw mut stat) })?;
-    Ok((stat.f_bavail * stat.f_frsize, stat.f_favail))
+    Ok(Space {
+        bytes: stat.f_blocks * stat.f_frsize,
+        free_bytes: stat.f_bavail * stat.f_frsize,
+        files: stat.f_files,
+        free_files: stat.f_favail,
+    })
 }
 
 pub fn fstat(fd: RawFd) -> io::Result<libc::stat> {

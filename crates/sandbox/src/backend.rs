@@ -24,12 +24,21 @@ pub trait Backend: Send + Sync {
     fn image(&self) -> &ImageReport;
     /// Makes a sandbox; its PID 1 says [`drillyard_sandbox_init::init::Reply::Ready`] on the stream when it is set up.
     fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>>;
+    /// Memory of all its sandboxes together, measured now; nothing where that cannot be told.
+    fn memory_bytes(&self) -> Boxed<'_, Option<u64>> {
+        Box::pin(std::future::ready(None))
+    }
 }
 
 /// One sandbox, as its backend knows it. Dropping it kills it without waiting.
 pub trait Cell: Send + Sync {
     /// The stream to PID 1, unless it is lost.
     fn stream(&mut self) -> Option<&mut dyn Stream>;
+    /// Gives it twice its memory, for a last service: copying its files out when they and what else it holds leave no
+    /// room for that.
+    fn relax(&mut self) -> Boxed<'_, ()> {
+        Box::pin(std::future::ready(()))
+    }
     /// Kills every process and takes away what the sandbox held; comes back when it is gone.
     fn destroy(self: Box<Self>) -> Boxed<'static, Autopsy>;
 }

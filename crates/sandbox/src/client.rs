@@ -1,6 +1,6 @@
 //! The program's side of the control socket: starts the helper, sends orders, and hands its answers to who waits.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -39,6 +39,8 @@ struct Waiting {
     made: HashMap<u64, oneshot::Sender<Made>>,
     /// Of every sandbox that lives or whose end nobody has asked about.
     gone: HashMap<u64, Gone>,
+    /// Who asked how much memory is used, in order.
+    measured: VecDeque<oneshot::Sender<Option<u64>>>,
     /// The helper has ended.
     closed: bool,
 }
@@ -175,6 +177,29 @@ impl Client {
         Ok((id, socket))
     }
 
+    /// Memory of all sandboxes together, in bytes.
+    pub async fn measure(&self) -> Option<u64> {
+        let (tell, told) = oneshot::channel();
+        {
+            let mut waiting = self.shared.waiting();
+            if waiting.closed {
+                return None;
+            }
+            waiting.measured.push_back(tell);
+        }
+        // Whoever asks at the same time may get the other's answer, which is as good.
+        self.shared.order(&Order::Measure).ok()?;
+        told.await.ok().flatten()
+    }
+
+    /// Doubles a sandbox's memory; comes back when that is done.
+    pub async fn relax(&self, id: u64) {
+        if self.shared.order(&Order::Relax { id }).is_ok() {
+            // Orders are obeyed in order: when this one is answered, the other is done.
+            self.measure().await;
+        }
+    }
+
     /// Has a sandbox killed without waiting for it.
     pub fn kill(&self, id: u64) {
         // Whoever asks later learns of its end; if nobody does, it is forgotten when it comes.
@@ -260,6 +285,11 @@ fn read_events(shared: &Shared) {
                     }
                 }
             }
+            Event::Measured { memory_bytes } => {
+                if let Some(tell) = waiting.measured.pop_front() {
+                    let _ = tell.send(memory_bytes);
+                }
+            }
             Event::Started { .. } | Event::Unable { .. } => break,
         }
     }
@@ -267,6 +297,7 @@ fn read_events(shared: &Shared) {
     waiting.closed = true;
     waiting.made.clear();
     waiting.gone.clear();
+    waiting.measured.clear();
 }
 
 fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Option<OwnedFd>)>> {

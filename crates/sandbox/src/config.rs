@@ -22,7 +22,7 @@ pub struct Limits {
     /// Memory of all processes and files together, in bytes.
     pub memory_bytes: u64,
     /// Bytes of all files in /work, /tmp and /dev/shm together. They live in memory: at most three quarters of
-    /// `memory_bytes` are given.
+    /// `memory_bytes` are given, and the limits report says how much.
     pub disk_bytes: u64,
     /// How many files /work, /tmp and /dev/shm hold together.
     pub files: u64,
@@ -35,6 +35,10 @@ pub struct Limits {
     pub output_bytes: u64,
     /// Processors' worth of time.
     pub cpus: f64,
+    /// Bytes a second that may be read from, and as many written to, each block device of the host.
+    pub io_bytes_per_s: Option<u64>,
+    /// From this share of memory, disk, files or processes on, a call's result warns.
+    pub warn_at: f64,
 }
 
 impl Default for Limits {
@@ -43,12 +47,14 @@ impl Default for Limits {
             call_timeout: Duration::from_secs(30),
             episode_timeout: Duration::from_mins(10),
             memory_bytes: 4 << 30,
-            disk_bytes: 1 << 30,
+            disk_bytes: 10 << 30,
             files: 100_000,
             pids: 256,
             open_files: 1024,
             output_bytes: 4 << 20,
             cpus: 2.0,
+            io_bytes_per_s: None,
+            warn_at: 0.8,
         }
     }
 }
@@ -71,6 +77,9 @@ pub struct SandboxConfig {
     /// False to do without control groups even where the host grants them: then memory is limited for each process
     /// alone and processor time not at all, as for an ordinary user without delegated groups.
     pub control_groups: bool,
+    /// How many times over memory may be promised to leased sandboxes, from 1 to 2. Promised is what they are expected
+    /// to use: their memory limit, until measurements show what they do use. See [`crate::Policy`].
+    pub oversubscription: f64,
 }
 
 impl Default for SandboxConfig {
@@ -83,6 +92,7 @@ impl Default for SandboxConfig {
             pool_size: 8,
             helpers_dir: None,
             control_groups: true,
+            oversubscription: 2.0,
         }
     }
 }

@@ -35,6 +35,7 @@
 //! Backends implement [`Backend`]; they only have to bring up a place where PID 1 of `drillyard-sandbox-init` runs and
 //! carry a byte stream to it.
 
+mod admission;
 mod backend;
 mod call;
 mod client;
@@ -48,8 +49,9 @@ mod report;
 mod sandbox;
 mod snapshot;
 
+pub use admission::{Admission, Demand, Gauge, HostGauge, Policy, Readings, Verdict, Why, decide};
 pub use backend::{Autopsy, Backend, Boxed, Cell, Stream};
-pub use call::{Call, CallOutcome, CallResult, ChangedFile};
+pub use call::{Call, CallOutcome, CallResult, ChangedFile, LimitWarning, Stop};
 pub use config::{Image, Limits, SandboxConfig};
 pub use drillyard_sandbox_init::control::{Holds, LimitRow};
 pub use drillyard_sandbox_init::init::{Change, Kind};

@@ -69,6 +69,10 @@ impl Local {
 }
 
 impl Backend for Local {
+    fn memory_bytes(&self) -> Boxed<'_, Option<u64>> {
+        Box::pin(self.client.measure())
+    }
+
     fn name(&self) -> &'static str {
         "local"
     }
@@ -109,6 +113,10 @@ struct LocalCell {
 impl Cell for LocalCell {
     fn stream(&mut self) -> Option<&mut dyn Stream> {
         self.stream.as_mut().map(|s| s as &mut dyn Stream)
+    }
+
+    fn relax(&mut self) -> Boxed<'_, ()> {
+        Box::pin(self.client.relax(self.id))
     }
 
     fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
@@ -156,6 +164,11 @@ fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
         milli_cpus: (limits.cpus * 1000.0).round() as u64,
         open_files: at_least("open_files", limits.open_files, 16)?,
         output_bytes: at_least("output_bytes", limits.output_bytes, 1)?.min(256 << 20),
+        disk_asked_bytes: limits.disk_bytes,
+        io_bytes_per_s: limits
+            .io_bytes_per_s
+            .map(|bytes| at_least("io_bytes_per_s", bytes, 4096))
+            .transpose()?,
     })
 }
 

@@ -7,10 +7,13 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
 
+use crate::call::most_memory;
 use crate::{Autopsy, Call, CallResult, Cell, ChangedFile, Pool, SandboxError, Setup, Snapshot};
 
 /// What PID 1 may need beyond a call's clock: killing a large tree, hashing what changed, sending it.
 const SLACK: Duration = Duration::from_secs(20);
+/// How long a killed sandbox may take to be gone; one whose processes cannot be killed goes when it can.
+const DEATH: Duration = Duration::from_secs(10);
 /// Largest snapshot, in bytes of contents.
 const MAX_SNAPSHOT: u64 = 1 << 30;
 
@@ -30,6 +33,8 @@ pub struct Sandbox {
     leased: Instant,
     /// A request was sent and its answer not yet read.
     asking: bool,
+    /// Its last call left it so that another one would suffer.
+    unusable: bool,
 }
 
 impl std::fmt::Debug for Sandbox {
@@ -48,10 +53,12 @@ impl Sandbox {
             contents,
             leased: Instant::now(),
             asking: false,
+            unusable: false,
         }
     }
 
-    /// Time since it was leased: the episode's clock.
+    /// Time since it was leased, also over reset and restore. Who runs episodes keeps their clock; the sandbox keeps that
+    /// of each call.
     pub fn age(&self) -> Duration {
         self.leased.elapsed()
     }
@@ -63,7 +70,13 @@ impl Sandbox {
 
     /// Runs a call. What the tool does wrong is in the result; an error is the sandbox's fault. When the call returns,
     /// no process that it started is alive.
+    ///
+    /// Where the last call left the sandbox unusable (see [`CallResult::unusable`]), this one runs in a fresh sandbox with
+    /// the same files.
     pub async fn call(&mut self, call: Call) -> Result<CallResult, SandboxError> {
+        if self.unusable && self.cell.is_some() {
+            self.renew().await?;
+        }
         let limits = self.pool.configured();
         let timeout = call
             .timeout()
@@ -77,7 +90,13 @@ impl Sandbox {
         };
         let started = Instant::now();
         match self.ask(&request, &body, max_body, timeout + SLACK).await {
-            Ok((Reply::Called(called), body)) => CallResult::of(*called, &body),
+            Ok((Reply::Called(called), body)) => {
+                let peak = most_memory(&called);
+                let result = CallResult::of(*called, &body, self.pool.configured())?;
+                self.pool.note_use(peak);
+                self.unusable = result.unusable.is_some();
+                Ok(result)
+            }
             Ok((other, _)) => Err(unexpected(&other)),
             Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
                 CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
@@ -121,6 +140,19 @@ impl Sandbox {
         self.swap(self.contents.clone()).await
     }
 
+    /// Swaps in a fresh sandbox with the same files; nothing else of the past remains. Fails where the files cannot be
+    /// copied out: then only [`Sandbox::reset`] or [`Sandbox::restore`] goes on.
+    pub async fn renew(&mut self) -> Result<(), SandboxError> {
+        if let Some(cell) = &mut self.cell {
+            // Copying them takes memory, and there may be none left.
+            cell.relax().await;
+        }
+        let files = self.snapshot().await?;
+        self.cell = Some(self.pool.fresh(&Contents::Snapshot(files)).await?);
+        self.unusable = false;
+        Ok(())
+    }
+
     /// Replays recorded changes: writes files that were created or modified, removes those that were deleted. Refuses
     /// changes whose content was not recorded.
     pub async fn apply(&mut self, changes: &[ChangedFile]) -> Result<(), SandboxError> {
@@ -162,7 +194,7 @@ impl Sandbox {
     /// Kills what runs and comes back when the sandbox is gone.
     pub async fn close(mut self) {
         if let Some(cell) = self.cell.take() {
-            cell.destroy().await;
+            let _ = tokio::time::timeout(DEATH, cell.destroy()).await;
         }
     }
 
@@ -171,6 +203,7 @@ impl Sandbox {
         // The old one dies in its own time.
         self.cell = Some(fresh);
         self.asking = false;
+        self.unusable = false;
         self.contents = contents;
         Ok(())
     }
@@ -196,7 +229,9 @@ impl Sandbox {
             Ok(answer) => Ok(answer),
             Err(error) => {
                 let autopsy = match self.cell.take() {
-                    Some(cell) => cell.destroy().await,
+                    Some(cell) => tokio::time::timeout(DEATH, cell.destroy())
+                        .await
+                        .unwrap_or_default(),
                     None => Autopsy::default(),
                 };
                 let error = match error {
@@ -225,6 +260,9 @@ impl Drop for Sandbox {
 fn unexpected(reply: &Reply) -> SandboxError {
     match reply {
         Reply::Refused { message } => SandboxError::Refused {
+            message: message.clone(),
+        },
+        Reply::NotStarted { message } => SandboxError::NotStarted {
             message: message.clone(),
         },
         _ => SandboxError::Protocol(std::io::Error::other("an answer to another question")),
