@@ -19,11 +19,14 @@ use crate::sys::{self, Cloned};
 const GRACE: Duration = Duration::from_millis(50);
 /// Told by the child on its side pipe when it could not start its program.
 const NO_START: u8 = 1;
+/// Read from a tool's pipes at once.
+const CHUNK: usize = 16 << 10;
 
 enum Tool<'a> {
     Program {
         candidates: Vec<CString>,
         argv: Vec<CString>,
+        env: Vec<CString>,
     },
     Read {
         path: &'a str,
@@ -72,6 +75,10 @@ fn prepare<'a>(
 ) -> Result<(Tool<'a>, &'a [u8]), String> {
     let nul = |_| String::from("an argument holds a NUL byte");
     let outside = || String::from("content lies outside the message");
+    let env = || {
+        let env = inside.start.env.iter();
+        env.filter_map(|e| CString::new(e.as_str()).ok()).collect()
+    };
     Ok(match what {
         What::Shell { command } => {
             let shell = CString::new(inside.start.shell.as_str()).map_err(nul)?;
@@ -84,6 +91,7 @@ fn prepare<'a>(
                 Tool::Program {
                     candidates: vec![shell],
                     argv,
+                    env: env(),
                 },
                 &[][..],
             )
@@ -108,7 +116,11 @@ fn prepare<'a>(
                 .map(|a| CString::new(a.as_str()).map_err(nul))
                 .collect::<Result<_, _>>()?;
             (
-                Tool::Program { candidates, argv },
+                Tool::Program {
+                    candidates,
+                    argv,
+                    env: env(),
+                },
                 stdin.of(body).ok_or_else(outside)?,
             )
         }
@@ -220,18 +232,22 @@ fn call(
     inside.meter.reset_peak();
     let before = inside.meter.read();
     let started = Instant::now();
-    let first = match sys::fork()? {
-        Cloned::Child => child(
-            inside,
-            tool,
-            [
-                stdin.as_raw_fd(),
-                out_write.as_raw_fd(),
-                err_write.as_raw_fd(),
-            ],
-            side_write.as_raw_fd(),
-        ),
-        Cloned::Parent(pid) => pid,
+    let streams = [&stdin, &out_write, &err_write].map(AsRawFd::as_raw_fd);
+    let side = side_write.as_raw_fd();
+    let first = if let Tool::Program {
+        candidates,
+        argv,
+        env,
+    } = tool
+    {
+        let (argv, env) = (pointers(argv), pointers(env));
+        let execute = || Err(execute(candidates, &argv, &env));
+        sys::spawn(&inside.stack, || child(inside, streams, side, execute))?
+    } else {
+        match sys::fork()? {
+            Cloned::Child => sys::exit(child(inside, streams, side, || Ok(file_tool(tool)))),
+            Cloned::Parent(pid) => pid,
+        }
     };
     drop((stdin, out_write, err_write, side_write));
     sys::set_nonblocking(out_read.as_raw_fd())?;
@@ -248,7 +264,7 @@ fn call(
         total: 0,
     };
     let mut used = Used::default();
-    let mut buffer = vec![0; 64 << 10];
+    let mut buffer = [0; CHUNK];
 
     let end = watch(
         inside,
@@ -339,7 +355,7 @@ fn call(
             .zip(before.cpu_us)
             .map(|(a, b)| a.saturating_sub(b)),
         peak_process_bytes: used.peak_bytes,
-        peak_cgroup_bytes: after.peak_bytes,
+        peak_cgroup_bytes: inside.meter.peak_between(before, after),
         read_bytes: used.read_bytes,
         written_bytes: used.written_bytes,
         oom_kills: after.oom_kills.saturating_sub(before.oom_kills),
@@ -439,8 +455,14 @@ fn finish(
     }
 }
 
-/// The tool's own process: gives up every privilege, then becomes the tool.
-fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd) -> ! {
+/// The tool's own process: gives up every privilege, then becomes the tool. It may share PID 1's memory until then, so
+/// it keeps nothing it allocates. Returns the exit code.
+fn child(
+    inside: &Inside<'_>,
+    streams: [RawFd; 3],
+    side: RawFd,
+    tool: impl Fn() -> io::Result<i32>,
+) -> i32 {
     let become_tool = || -> io::Result<i32> {
         let start = inside.start;
         // SAFETY: no memory is involved.
@@ -472,24 +494,25 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
         }
         sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID)?;
         sys::set_capabilities(0)?;
-        match tool {
-            Tool::Program { candidates, argv } => Err(execute(candidates, argv, &start.env)),
-            Tool::Read { path, max } => Ok(filetools::read_file(path, *max, 3)),
-            Tool::Write { path, content } => Ok(filetools::write_file(path, content)),
-            Tool::List { path } => Ok(filetools::list_dir(path)),
-        }
+        tool()
     };
-    match become_tool() {
-        Ok(code) => sys::exit(code),
-        Err(error) => {
-            let mut told = vec![NO_START];
-            told.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
-            // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
-            if sys::write_all(3, &told).is_err() {
-                let _ = sys::write_all(side, &told);
-            }
-            sys::exit(126)
+    become_tool().unwrap_or_else(|error| {
+        let [a, b, c, d] = error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes();
+        let told = [NO_START, a, b, c, d];
+        // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
+        if sys::write_all(3, &told).is_err() {
+            let _ = sys::write_all(side, &told);
         }
+        126
+    })
+}
+
+fn file_tool(tool: &Tool<'_>) -> i32 {
+    match tool {
+        Tool::Read { path, max } => filetools::read_file(path, *max, 3),
+        Tool::Write { path, content } => filetools::write_file(path, content),
+        Tool::List { path } => filetools::list_dir(path),
+        Tool::Program { .. } => 126,
     }
 }
 
@@ -498,19 +521,20 @@ fn limit_processes(inside: &Inside<'_>) -> u64 {
     inside.start.limits.pids + u64::from(inside.own_id == TOOL_ID)
 }
 
+/// As `execve` takes them: pointers to strings, then null.
+fn pointers(list: &[CString]) -> Vec<*const libc::c_char> {
+    list.iter()
+        .map(|s| s.as_ptr())
+        .chain([std::ptr::null()])
+        .collect()
+}
+
 /// Executes the first candidate that is there; returns only with an error.
-fn execute(candidates: &[CString], argv: &[CString], env: &[String]) -> io::Error {
-    let env: Vec<CString> = env
-        .iter()
-        .filter_map(|e| CString::new(e.as_str()).ok())
-        .collect();
-    let pointers = |list: &[CString]| -> Vec<*const libc::c_char> {
-        list.iter()
-            .map(|s| s.as_ptr())
-            .chain([std::ptr::null()])
-            .collect()
-    };
-    let (argv, env) = (pointers(argv), pointers(&env));
+fn execute(
+    candidates: &[CString],
+    argv: &[*const libc::c_char],
+    env: &[*const libc::c_char],
+) -> io::Error {
     let mut error = io::Error::from_raw_os_error(libc::ENOENT);
     for candidate in candidates {
         // SAFETY: null-terminated arrays of C strings that outlive the call.
