@@ -1,12 +1,12 @@
 //! How one sandbox comes to be: cloned from the helper with namespaces of its own, it sets itself up and turns PID 1.
 
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use drillyard_sandbox_init::control::Start;
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::Reply;
 
-use crate::cgroup::{Driver, Group, Meter};
+use crate::cgroup::{Driver, Entrance, Group, Meter};
 use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
@@ -63,8 +63,12 @@ pub fn make(
 ) -> Result<(Sandbox, OwnedFd), Failure> {
     let (outer, inner) = sys::socketpair(libc::SOCK_STREAM).at("socket")?;
     let (gate, open_gate) = sys::pipe().at("pipe")?;
-    let group = driver.create(id, &start.limits).at("control group")?;
-    let cloned = sys::clone3(NAMESPACES as u64, None).at("new namespaces");
+    let (group, entrance) = match driver.create(id, &start.limits).at("control group")? {
+        Some((group, entrance)) => (Some(group), entrance),
+        None => (None, Entrance::default()),
+    };
+    let into = entrance.into.as_ref().map(AsFd::as_fd);
+    let cloned = sys::clone3(NAMESPACES as u64, into).at("new namespaces");
     let cloned = match cloned {
         Ok(cloned) => cloned,
         Err(failure) => {
@@ -77,21 +81,17 @@ pub fn make(
     match cloned {
         Cloned::Child => {
             drop(open_gate);
+            let entered = entrance.enter().at("joining the control group");
             let meter = group.map_or_else(Meter::default, |g| g.meter);
-            live(&gate, inner, meter, start, filter, mode)
+            live(&gate, entered, inner, meter, start, filter, mode)
         }
         Cloned::Parent(pid) => {
             let mut sandbox = Sandbox { id, pid, group };
             if let Some(group) = &mut sandbox.group {
                 group.meter.keep_for_helper();
             }
-            let attached = sandbox
-                .group
-                .as_ref()
-                .map_or(Ok(()), |group| driver.attach(group, pid))
-                .at("joining the control group");
-            let ready = attached
-                .and_then(|()| map_ids(id, pid, mode).at("id map"))
+            let ready = map_ids(id, pid, mode)
+                .at("id map")
                 .and_then(|()| sys::write_all(open_gate.as_raw_fd(), b"g").at("pipe"));
             if let Err(failure) = ready {
                 let _ = sys::kill(pid, libc::SIGKILL);
@@ -124,18 +124,24 @@ fn map_ids(id: u64, pid: i32, mode: Mode) -> std::io::Result<()> {
 /// The child's life: set up, serve, end with the process.
 fn live(
     gate: &OwnedFd,
+    entered: Result<(), Failure>,
     socket: OwnedFd,
     meter: Meter,
     start: &Start,
     filter: &[u8],
     mode: Mode,
 ) -> ! {
-    // The gate opens when ids are mapped and the control group is joined; it closes unopened if the helper gave up.
+    // The gate opens when ids are mapped; it closes unopened if the helper gave up.
     let mut byte = [0];
     if !matches!(sys::read(gate.as_raw_fd(), &mut byte), Ok(1)) {
         sys::exit(1);
     }
-    match settle(socket, meter, start, filter, mode) {
+    let raw = socket.as_raw_fd();
+    let settled = match entered {
+        Ok(()) => settle(socket, meter, start, filter, mode),
+        Err(failure) => Err((raw, failure)),
+    };
+    match settled {
         Ok(inside) => pid1::serve(&inside),
         Err((socket, failure)) => {
             let reply = Reply::Broken {
@@ -169,12 +175,14 @@ fn settle<'a>(
     let counts = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
     let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
+    let stack = sys::Stack::new().at("stack").map_err(|f| (raw, f))?;
     Ok(Inside {
         socket,
         signals,
         meter,
         counts,
         rules,
+        stack,
         start,
         own_id,
     })
@@ -228,29 +236,33 @@ fn mounts(start: &Start, own_id: u32) -> Result<(), Failure> {
 
 /// Keeps the socket and the counters, closes every other descriptor, and points 0, 1 and 2 to /dev/null.
 fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
-    const HIGH: RawFd = 500;
+    /// Above the numbers that are given out below, which what is kept may have now.
+    const AWAY: RawFd = 16;
     let lift = |fd: OwnedFd| -> std::io::Result<OwnedFd> {
         // SAFETY: no memory is involved.
-        let r = sys::check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, HIGH) })?;
+        let r = sys::check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, AWAY) })?;
         std::mem::forget(fd);
         // SAFETY: just made for us.
-        Ok(unsafe { std::os::fd::FromRawFd::from_raw_fd(r) })
+        Ok(unsafe { OwnedFd::from_raw_fd(r) })
     };
-    let null = sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0)?;
+    let null = lift(sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0)?)?;
     let socket = lift(socket)?;
     let meter = meter.try_map(lift)?;
     for fd in 0..3 {
         sys::dup3(null.as_raw_fd(), fd)?;
     }
     std::mem::forget(null);
-    // SAFETY: closes what the helper holds; its values are never used or dropped in this process.
-    sys::check(unsafe { libc::syscall(libc::SYS_close_range, 3, HIGH - 1, 0) } as i32)?;
-    let last = meter
-        .files()
-        .chain([&socket])
-        .map(AsRawFd::as_raw_fd)
-        .max()
-        .unwrap_or(HIGH);
-    sys::close_from(last + 1)?;
+    let mut next = 3;
+    let mut place = |fd: OwnedFd| -> std::io::Result<OwnedFd> {
+        // SAFETY: no memory is involved; the number is below all that are kept.
+        let r = sys::check(unsafe { libc::dup3(fd.as_raw_fd(), next, libc::O_CLOEXEC) })?;
+        std::mem::forget(fd);
+        next += 1;
+        // SAFETY: just made for us.
+        Ok(unsafe { OwnedFd::from_raw_fd(r) })
+    };
+    let socket = place(socket)?;
+    let meter = meter.try_map(&mut place)?;
+    sys::close_from(next)?;
     Ok((socket, meter))
 }

@@ -23,11 +23,14 @@ const UNKILLABLE: Duration = Duration::from_secs(5);
 const NO_START: u8 = 1;
 /// Told by it when it did not get so far.
 const NOT_SET_UP: u8 = 2;
+/// Read from a tool's pipes at once.
+const CHUNK: usize = 16 << 10;
 
 enum Tool<'a> {
     Program {
         candidates: Vec<CString>,
         argv: Vec<CString>,
+        env: Vec<CString>,
     },
     Read {
         path: &'a str,
@@ -78,6 +81,10 @@ fn prepare<'a>(
 ) -> Result<(Tool<'a>, &'a [u8]), String> {
     let nul = |_| String::from("an argument holds a NUL byte");
     let outside = || String::from("content lies outside the message");
+    let env = || {
+        let env = inside.start.env.iter();
+        env.filter_map(|e| CString::new(e.as_str()).ok()).collect()
+    };
     Ok(match what {
         What::Shell { command } => {
             let shell = CString::new(inside.start.shell.as_str()).map_err(nul)?;
@@ -90,6 +97,7 @@ fn prepare<'a>(
                 Tool::Program {
                     candidates: vec![shell],
                     argv,
+                    env: env(),
                 },
                 &[][..],
             )
@@ -114,7 +122,11 @@ fn prepare<'a>(
                 .map(|a| CString::new(a.as_str()).map_err(nul))
                 .collect::<Result<_, _>>()?;
             (
-                Tool::Program { candidates, argv },
+                Tool::Program {
+                    candidates,
+                    argv,
+                    env: env(),
+                },
                 stdin.of(body).ok_or_else(outside)?,
             )
         }
@@ -227,18 +239,22 @@ fn call(
     let before = inside.meter.read();
     let counted_before = inside.counts.read();
     let started = Instant::now();
-    let first = match sys::fork()? {
-        Cloned::Child => child(
-            inside,
-            tool,
-            [
-                stdin.as_raw_fd(),
-                out_write.as_raw_fd(),
-                err_write.as_raw_fd(),
-            ],
-            side_write.as_raw_fd(),
-        ),
-        Cloned::Parent(pid) => pid,
+    let streams = [&stdin, &out_write, &err_write].map(AsRawFd::as_raw_fd);
+    let side = side_write.as_raw_fd();
+    let first = if let Tool::Program {
+        candidates,
+        argv,
+        env,
+    } = tool
+    {
+        let (argv, env) = (pointers(argv), pointers(env));
+        let execute = || Err(execute(candidates, &argv, &env));
+        sys::spawn(&inside.stack, || child(inside, streams, side, execute))?
+    } else {
+        match sys::fork()? {
+            Cloned::Child => sys::exit(child(inside, streams, side, || Ok(file_tool(tool)))),
+            Cloned::Parent(pid) => pid,
+        }
     };
     drop((stdin, out_write, err_write, side_write));
     sys::set_nonblocking(out_read.as_raw_fd())?;
@@ -255,7 +271,7 @@ fn call(
         total: 0,
     };
     let mut used = Used::default();
-    let mut buffer = vec![0; 64 << 10];
+    let mut buffer = [0; CHUNK];
 
     let end = watch(
         inside,
@@ -351,7 +367,7 @@ fn call(
         cgroup_cpu_us: since(after.cpu_us, before.cpu_us),
         hard: finished.hard,
         peak_process_bytes: used.peak_bytes,
-        peak_cgroup_bytes: after.peak_bytes,
+        peak_cgroup_bytes: inside.meter.peak_between(before, after),
         peak_bytes_now: after.peak_bytes > before.peak_bytes,
         cache_bytes: at_rest.cache_bytes,
         left_bytes: at_rest.used_bytes,
@@ -498,8 +514,14 @@ fn finish(
     }
 }
 
-/// The tool's own process: gives up every privilege, then becomes the tool.
-fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd) -> ! {
+/// The tool's own process: gives up every privilege, then becomes the tool. It may share PID 1's memory until then, so
+/// it keeps nothing it allocates. Returns the exit code.
+fn child(
+    inside: &Inside<'_>,
+    streams: [RawFd; 3],
+    side: RawFd,
+    tool: impl Fn() -> io::Result<i32>,
+) -> i32 {
     let become_tool = || -> io::Result<()> {
         let start = inside.start;
         // SAFETY: no memory is involved.
@@ -532,25 +554,26 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
         sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID)?;
         sys::set_capabilities(0)
     };
-    let fail = |kind: u8, error: &io::Error| -> ! {
-        let mut told = vec![kind];
-        told.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
+    let ended = become_tool()
+        .map_err(|error| (NOT_SET_UP, error))
+        .and_then(|()| tool().map_err(|error| (NO_START, error)));
+    ended.unwrap_or_else(|(kind, error)| {
+        let [a, b, c, d] = error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes();
+        let told = [kind, a, b, c, d];
         // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
         if sys::write_all(3, &told).is_err() {
             let _ = sys::write_all(side, &told);
         }
-        sys::exit(126)
-    };
-    if let Err(error) = become_tool() {
-        fail(NOT_SET_UP, &error);
-    }
+        126
+    })
+}
+
+fn file_tool(tool: &Tool<'_>) -> i32 {
     match tool {
-        Tool::Program { candidates, argv } => {
-            fail(NO_START, &execute(candidates, argv, &inside.start.env))
-        }
-        Tool::Read { path, max } => sys::exit(filetools::read_file(path, *max, 3)),
-        Tool::Write { path, content } => sys::exit(filetools::write_file(path, content)),
-        Tool::List { path } => sys::exit(filetools::list_dir(path)),
+        Tool::Read { path, max } => filetools::read_file(path, *max, 3),
+        Tool::Write { path, content } => filetools::write_file(path, content),
+        Tool::List { path } => filetools::list_dir(path),
+        Tool::Program { .. } => 126,
     }
 }
 
@@ -559,19 +582,20 @@ fn limit_processes(inside: &Inside<'_>) -> u64 {
     inside.start.limits.pids + u64::from(inside.own_id == TOOL_ID)
 }
 
+/// As `execve` takes them: pointers to strings, then null.
+fn pointers(list: &[CString]) -> Vec<*const libc::c_char> {
+    list.iter()
+        .map(|s| s.as_ptr())
+        .chain([std::ptr::null()])
+        .collect()
+}
+
 /// Executes the first candidate that is there; returns only with an error.
-fn execute(candidates: &[CString], argv: &[CString], env: &[String]) -> io::Error {
-    let env: Vec<CString> = env
-        .iter()
-        .filter_map(|e| CString::new(e.as_str()).ok())
-        .collect();
-    let pointers = |list: &[CString]| -> Vec<*const libc::c_char> {
-        list.iter()
-            .map(|s| s.as_ptr())
-            .chain([std::ptr::null()])
-            .collect()
-    };
-    let (argv, env) = (pointers(argv), pointers(&env));
+fn execute(
+    candidates: &[CString],
+    argv: &[*const libc::c_char],
+    env: &[*const libc::c_char],
+) -> io::Error {
     let mut error = io::Error::from_raw_os_error(libc::ENOENT);
     for candidate in candidates {
         // SAFETY: null-terminated arrays of C strings that outlive the call.

@@ -110,6 +110,17 @@ impl Meter {
         }
     }
 
+    /// The peak between two readings. Version 2 before Linux 6.12 cannot start it anew: then it is known only where it
+    /// rose above all before.
+    pub fn peak_between(&self, before: Reading, after: Reading) -> Option<u64> {
+        let fd = self.peak.as_ref()?;
+        if sys::can_write(fd.as_raw_fd()) || after.peak_bytes > before.peak_bytes {
+            after.peak_bytes
+        } else {
+            None
+        }
+    }
+
     /// What is in use once every process is dead. The cache is looked up only where it matters: where usage at rest or
     /// at its peak was above half of the limit.
     pub fn at_rest(&self, peak: Option<u64>, limit: u64) -> AtRest {
@@ -139,8 +150,8 @@ impl Meter {
     }
 
     /// Every open file of it, made anew by `f`.
-    pub fn try_map(self, f: impl Fn(OwnedFd) -> io::Result<OwnedFd>) -> io::Result<Self> {
-        let f = |fd: Option<OwnedFd>| fd.map(&f).transpose();
+    pub fn try_map(self, mut f: impl FnMut(OwnedFd) -> io::Result<OwnedFd>) -> io::Result<Self> {
+        let mut f = |fd: Option<OwnedFd>| fd.map(&mut f).transpose();
         Ok(Self {
             peak: f(self.peak)?,
             oom: f(self.oom)?,
@@ -151,22 +162,6 @@ impl Meter {
             stat: f(self.stat)?,
             io: f(self.io)?,
         })
-    }
-
-    /// Its open files.
-    pub fn files(&self) -> impl Iterator<Item = &OwnedFd> {
-        [
-            &self.peak,
-            &self.oom,
-            &self.cpu,
-            &self.pids,
-            &self.peak_pids,
-            &self.usage,
-            &self.stat,
-            &self.io,
-        ]
-        .into_iter()
-        .flatten()
     }
 
     pub fn read(&self) -> Reading {
@@ -217,6 +212,25 @@ fn keyed(text: &str, key: &str) -> Option<u64> {
 pub struct Group {
     name: CString,
     pub meter: Meter,
+}
+
+/// How the first process of a sandbox comes into its group.
+#[derive(Default)]
+pub struct Entrance {
+    /// The group of version 2 to be cloned into.
+    pub into: Option<OwnedFd>,
+    /// Lists of threads of version 1 for it to enter itself.
+    lists: Vec<OwnedFd>,
+}
+
+impl Entrance {
+    /// Called by that process. A thread that moves itself takes no lock that every fork on the host waits for, as moving
+    /// another process does for as long as an RCU grace period.
+    pub fn enter(&self) -> io::Result<()> {
+        self.lists
+            .iter()
+            .try_for_each(|list| sys::write_all(list.as_raw_fd(), b"0"))
+    }
 }
 
 impl Driver {
@@ -294,13 +308,14 @@ impl Driver {
     }
 
     /// Makes a sandbox's group with its limits set.
-    pub fn create(&self, id: u64, limits: &LimitSpec) -> io::Result<Option<Group>> {
+    pub fn create(&self, id: u64, limits: &LimitSpec) -> io::Result<Option<(Group, Entrance)>> {
         let name = sys::c(format!("sb-{id}"))?;
         let memory = limits.memory_bytes.to_string();
         // PID 1 is one process more than the tools may have.
         let pids = (limits.pids + 1).to_string();
         let quota = limits.milli_cpus * 100;
         let mut meter = Meter::default();
+        let mut entrance = Entrance::default();
         let open = |dir: BorrowedFd<'_>, file: &str, write: bool| -> io::Result<OwnedFd> {
             let flags = if write { libc::O_RDWR } else { libc::O_RDONLY };
             sys::openat(dir.as_raw_fd(), &sys::c(file)?, flags, 0)
@@ -341,12 +356,13 @@ impl Driver {
                             }
                         }
                     }
+                    entrance.lists.push(open(dir, "tasks", true)?);
                 }
             }
             Self::V2(base, controllers) => {
                 sys::mkdir_at(base.as_raw_fd(), &name, 0o755)?;
-                let dir = directory(base.as_fd(), &name)?;
-                let dir = dir.as_fd();
+                let group = directory(base.as_fd(), &name)?;
+                let dir = group.as_fd();
                 for controller in controllers {
                     match controller {
                         Controller::Memory => {
@@ -375,9 +391,10 @@ impl Driver {
                     }
                 }
                 meter.cpu = open(dir, "cpu.stat", false).ok();
+                entrance.into = Some(group);
             }
         }
-        Ok(Some(Group { name, meter }))
+        Ok(Some((Group { name, meter }, entrance)))
     }
 
     /// Sets another memory limit of a sandbox, as far as that can be done.
@@ -414,23 +431,6 @@ impl Driver {
             }
             Self::V2(base, _) => read(base, c"memory.current"),
             Self::None(_) => None,
-        }
-    }
-
-    /// Puts a process into a sandbox's group.
-    pub fn attach(&self, group: &Group, pid: i32) -> io::Result<()> {
-        let pid = pid.to_string();
-        let one = |base: &OwnedFd| {
-            put(
-                directory(base.as_fd(), &group.name)?.as_fd(),
-                "cgroup.procs",
-                &pid,
-            )
-        };
-        match self {
-            Self::None(_) => Ok(()),
-            Self::V1(dirs) => dirs.iter().try_for_each(|(_, base)| one(base)),
-            Self::V2(base, _) => one(base),
         }
     }
 
@@ -687,6 +687,8 @@ fn sweep(base: &str) -> u64 {
 
 /// Kills what is left in a group of a dead program.
 fn empty(dir: &std::path::Path) {
+    // Version 2 since Linux 5.14: all at once, whatever forks meanwhile.
+    let _ = fs::write(dir.join("cgroup.kill"), "1");
     for _ in 0..100 {
         let procs = fs::read_to_string(dir.join("cgroup.procs")).unwrap_or_default();
         let pids: Vec<i32> = procs

@@ -22,6 +22,8 @@ const PACKET: usize = 192 << 10;
 /// Plays the helper until the control socket closes.
 pub fn run() -> ExitCode {
     let mut buffer = vec![0; PACKET];
+    // Finding out what the processor can do is dear in a virtual machine; every sandbox inherits the answer.
+    let _ = blake3::hash(&[]);
     let Some((start, filter)) = receive_start(&mut buffer) else {
         return ExitCode::from(2);
     };

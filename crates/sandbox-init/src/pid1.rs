@@ -25,6 +25,8 @@ pub struct Inside<'a> {
     pub counts: Counts,
     /// What tools may write, where the kernel can be told.
     pub rules: Option<OwnedFd>,
+    /// For tools' processes until they execute their program.
+    pub stack: sys::Stack,
     pub start: &'a Start,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,

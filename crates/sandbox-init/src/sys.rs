@@ -87,6 +87,56 @@ pub fn fork() -> io::Result<Cloned> {
     })
 }
 
+/// Memory for [`spawn`]'s child to run on, with a guard below it.
+pub struct Stack {
+    base: *mut libc::c_void,
+}
+
+impl Stack {
+    const BYTES: usize = 256 << 10;
+    const GUARD: usize = 4 << 10;
+
+    pub fn new() -> io::Result<Self> {
+        // SAFETY: a new mapping, referred to by nothing yet.
+        let base = unsafe {
+            libc::mmap(
+                std::ptr::null_mut(),
+                Self::BYTES,
+                libc::PROT_READ | libc::PROT_WRITE,
+                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_STACK,
+                -1,
+                0,
+            )
+        };
+        if base == libc::MAP_FAILED {
+            return Err(io::Error::last_os_error());
+        }
+        // SAFETY: the first page of the mapping just made.
+        check(unsafe { libc::mprotect(base, Self::GUARD, libc::PROT_NONE) })?;
+        Ok(Self { base })
+    }
+}
+
+/// Runs `child` in a new process that shares this one's memory, as `vfork` does: this one goes on when the child has
+/// executed a program or ended (with the number that `child` gives). A third cheaper than [`fork`], which copies page
+/// tables and then pages. The child must free and allocate nothing that lasts.
+pub fn spawn<F: FnMut() -> i32>(stack: &Stack, mut child: F) -> io::Result<i32> {
+    extern "C" fn enter<F: FnMut() -> i32>(child: *mut libc::c_void) -> c_int {
+        // SAFETY: the pointer that `clone` was given below; the parent waits and touches it no more meanwhile.
+        unsafe { (*child.cast::<F>())() }
+    }
+    // SAFETY: the stack is used by one child at a time, since this process waits for it; without a shared table of
+    // descriptors or signal actions the child changes only its own.
+    check(unsafe {
+        libc::clone(
+            enter::<F>,
+            stack.base.byte_add(Stack::BYTES),
+            libc::CLONE_VM | libc::CLONE_VFORK | libc::SIGCHLD,
+            (&raw mut child).cast(),
+        )
+    })
+}
+
 /// Ends this process at once, running nothing.
 pub fn exit(code: i32) -> ! {
     // SAFETY: always allowed.
@@ -203,6 +253,13 @@ pub fn openat(dir: RawFd, name: &CStr, flags: c_int, mode: u32) -> io::Result<Ow
 pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
     // SAFETY: no memory is involved.
     check(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) }).map(drop)
+}
+
+/// Whether a descriptor was opened for writing.
+pub fn can_write(fd: RawFd) -> bool {
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::fcntl(fd, libc::F_GETFL) })
+        .is_ok_and(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
 }
 
 /// Reads once; 0 at the end.
@@ -616,7 +673,7 @@ pub fn set_mtime_at(dir: RawFd, name: &CStr, mtime_ns: i64) -> io::Result<()> {
 /// Names in a directory, without `.` and `..`, sorted. Takes a descriptor opened for reading.
 pub fn names(dir: &OwnedFd) -> io::Result<Vec<CString>> {
     let mut out = Vec::new();
-    let mut buffer = vec![0_u8; 32 << 10];
+    let mut buffer = [0_u8; 8 << 10];
     // SAFETY: no memory is involved.
     check_long(unsafe { libc::lseek(dir.as_raw_fd(), 0, libc::SEEK_SET) })?;
     loop {

@@ -3,6 +3,9 @@
 //! Refused calls fail with EPERM, so that a tool can say so; calls of another architecture kill the process; calls
 //! newer than this list, those of the x32 interface, and `clone3` (whose flags no filter can see) do not exist as far as
 //! a tool can tell.
+//!
+//! Numbers are told apart by a tree of comparisons, not one after the other: the kernel tries every number when a filter is
+//! installed, which took a fifth of a millisecond of each sandbox. Only calls that depend on arguments go on to rules.
 
 use std::collections::BTreeMap;
 
@@ -92,10 +95,19 @@ const REFUSED: &[i64] = &[
     libc::SYS_set_mempolicy,
 ];
 
+/// What becomes of a call by its number alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Verdict {
+    Allowed,
+    Refused,
+    Missing,
+    /// Its arguments decide.
+    Rules,
+}
+
 /// The compiled filter, as an array of `struct sock_filter`.
 pub fn program() -> Result<Vec<u8>, String> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
-        REFUSED.iter().map(|call| (*call, Vec::new())).collect();
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
     // Sockets other than unix, inet and inet6: vsock leads to the hypervisor, packet and netlink to the kernel.
     let no_family: Vec<_> = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6]
         .iter()
@@ -135,6 +147,14 @@ pub fn program() -> Result<Vec<u8>, String> {
         libc::SYS_prlimit64,
         vec![rule(vec![condition(0, Op::Ne, 0)?, quad(2, Op::Ne, 0)?])?],
     );
+    let mut verdicts = vec![Verdict::Allowed; FIRST_UNKNOWN as usize];
+    let numbers = REFUSED.iter().map(|call| (*call, Verdict::Refused));
+    let numbers = numbers.chain(rules.keys().map(|call| (*call, Verdict::Rules)));
+    for (call, verdict) in numbers.chain([(libc::SYS_clone3, Verdict::Missing)]) {
+        let place = usize::try_from(call).ok().and_then(|n| verdicts.get_mut(n));
+        *place.ok_or_else(|| format!("system call {call} is not below {FIRST_UNKNOWN}"))? = verdict;
+    }
+    verdicts.push(Verdict::Missing);
     let filter = SeccompFilter::new(
         rules,
         SeccompAction::Allow,
@@ -145,21 +165,59 @@ pub fn program() -> Result<Vec<u8>, String> {
     let compiled: BpfProgram = filter
         .try_into()
         .map_err(|e: seccompiler::BackendError| e.to_string())?;
-    let mut bytes = Vec::with_capacity(8 * (compiled.len() + 4));
-    let mut add = |code: u16, jt: u8, jf: u8, k: u32| {
+    let runs: Vec<(u32, Verdict)> = (0_u32..)
+        .zip(&verdicts)
+        .filter(|(n, v)| *n == 0 || verdicts.get(*n as usize - 1) != Some(v))
+        .map(|(n, v)| (n, *v))
+        .collect();
+    let mut code = vec![
+        Step(0x20, 0, 0, 4), // load the architecture
+        Step(0x15, 1, 0, AUDIT_ARCH_X86_64),
+        Step(0x06, 0, 0, libc::SECCOMP_RET_KILL_PROCESS),
+        Step(0x20, 0, 0, 0), // load the call's number
+    ];
+    let tree = tree(&runs)?;
+    let end = tree.len();
+    code.extend(tree.into_iter().enumerate().map(|(at, step)| match step {
+        Step(JUMP, ..) => Step(JUMP, 0, 0, (end - at - 1) as u32),
+        other => other,
+    }));
+    code.extend(compiled.iter().map(|i| Step(i.code, i.jt, i.jf, i.k)));
+    let mut bytes = Vec::with_capacity(8 * code.len());
+    for Step(code, yes, no, value) in code {
         bytes.extend_from_slice(&code.to_le_bytes());
-        bytes.extend_from_slice(&[jt, jf]);
-        bytes.extend_from_slice(&k.to_le_bytes());
-    };
-    let missing = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
-    add(0x20, 0, 0, 0); // load the call's number
-    add(0x35, 1, 0, FIRST_UNKNOWN); // at least this: to the return
-    add(0x15, 0, 1, libc::SYS_clone3 as u32); // not clone3: over the return
-    add(0x06, 0, 0, missing);
-    for i in &compiled {
-        add(i.code, i.jt, i.jf, i.k);
+        bytes.extend_from_slice(&[yes, no]);
+        bytes.extend_from_slice(&value.to_le_bytes());
     }
     Ok(bytes)
+}
+
+const AUDIT_ARCH_X86_64: u32 = 0xc000_003e;
+/// Opcode of an unconditional jump; in a tree it leads to the rules behind it.
+const JUMP: u16 = 0x05;
+
+/// One instruction: opcode, how many to skip if true, if false, operand.
+#[derive(Debug, Clone, Copy)]
+struct Step(u16, u8, u8, u32);
+
+/// Comparisons that find the verdict of a number among runs of equal verdicts, each given by its first number.
+fn tree(runs: &[(u32, Verdict)]) -> Result<Vec<Step>, String> {
+    if let [(_, verdict)] = runs {
+        return Ok(vec![match verdict {
+            Verdict::Allowed => Step(0x06, 0, 0, libc::SECCOMP_RET_ALLOW),
+            Verdict::Refused => Step(0x06, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+            Verdict::Missing => Step(0x06, 0, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
+            Verdict::Rules => Step(JUMP, 0, 0, 0),
+        }]);
+    }
+    let (low, high) = runs.split_at(runs.len() / 2);
+    let (first, _) = high.first().ok_or("no system calls")?;
+    let (low, high) = (tree(low)?, tree(high)?);
+    let over = u8::try_from(low.len()).map_err(|_| "too many system calls for one tree")?;
+    let mut steps = vec![Step(0x35, over, 0, *first)]; // at least this: over the lower ones
+    steps.extend(low);
+    steps.extend(high);
+    Ok(steps)
 }
 
 fn condition(argument: u8, op: Op, value: u64) -> Result<SeccompCondition, String> {
@@ -176,14 +234,74 @@ fn rule(conditions: Vec<SeccompCondition>) -> Result<SeccompRule, String> {
 
 #[cfg(test)]
 mod tests {
+    use super::*;
+
+    /// What the kernel would answer, for the instructions that the filter is made of, and after how many of them.
+    fn answer(program: &[u8], arch: u32, number: u32, arguments: [u64; 6]) -> (u32, usize) {
+        let mut data = Vec::new();
+        data.extend(number.to_le_bytes());
+        data.extend(arch.to_le_bytes());
+        data.extend([0; 8]);
+        data.extend(arguments.iter().flat_map(|a| a.to_le_bytes()));
+        let word = |at: usize| u32::from_le_bytes(data[at..at + 4].try_into().unwrap());
+        let (mut at, mut a) = (0, 0);
+        for steps in 1.. {
+            let i = &program[8 * at..8 * at + 8];
+            let k = u32::from_le_bytes(i[4..].try_into().unwrap());
+            let branch = |yes: bool| usize::from(if yes { i[2] } else { i[3] });
+            at += 1;
+            match u16::from_le_bytes([i[0], i[1]]) {
+                0x20 => a = word(k as usize),
+                0x05 => at += k as usize,
+                0x15 => at += branch(a == k),
+                0x25 => at += branch(a > k),
+                0x35 => at += branch(a >= k),
+                0x45 => at += branch(a & k != 0),
+                0x54 => a &= k,
+                0x06 => return (k, steps),
+                other => panic!("opcode {other:#x}"),
+            }
+        }
+        unreachable!()
+    }
+
     #[test]
-    fn the_filter_fits_the_kernels_limit() {
-        let bytes = super::program().unwrap();
-        assert_eq!(bytes.len() % 8, 0);
-        assert!(
-            (200..4096).contains(&(bytes.len() / 8)),
-            "{}",
-            bytes.len() / 8
-        );
+    fn every_number_gets_its_verdict_soon() {
+        let program = program().unwrap();
+        let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        let missing = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
+        let ask = |number: i64| answer(&program, AUDIT_ARCH_X86_64, number as u32, [0; 6]);
+        let by_arguments = [
+            libc::SYS_socket,
+            libc::SYS_socketpair,
+            libc::SYS_clone,
+            libc::SYS_ioctl,
+            libc::SYS_prlimit64,
+        ];
+        for number in 0..1000 {
+            let (verdict, steps) = ask(number);
+            if by_arguments.contains(&number) {
+                continue;
+            }
+            let expected = if number >= i64::from(FIRST_UNKNOWN) || number == libc::SYS_clone3 {
+                missing
+            } else if REFUSED.contains(&number) {
+                refused
+            } else {
+                libc::SECCOMP_RET_ALLOW
+            };
+            assert_eq!(verdict, expected, "system call {number}");
+            assert!(steps <= 16, "system call {number} took {steps} steps");
+        }
+        assert_eq!(ask(0x4000_0000 + libc::SYS_getppid).0, missing);
+        let i386 = answer(&program, 0x4000_0003, 20, [0; 6]).0;
+        assert_eq!(i386, libc::SECCOMP_RET_KILL_PROCESS);
+        let socket = |family: i32| {
+            let arguments = [family as u64, 1, 0, 0, 0, 0];
+            answer(&program, AUDIT_ARCH_X86_64, libc::SYS_socket as u32, arguments).0
+        };
+        assert_eq!(socket(libc::AF_INET), libc::SECCOMP_RET_ALLOW);
+        assert_eq!(socket(libc::AF_VSOCK), refused);
+        assert!(program.len() / 8 < 512, "{}", program.len() / 8);
     }
 }
