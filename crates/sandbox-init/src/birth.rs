@@ -132,7 +132,7 @@ fn live(
         sys::exit(1);
     }
     match settle(socket, meter, start, filter, mode) {
-        Ok(inside) => pid1::serve(&inside),
+        Ok(inside) => pid1::serve(inside),
         Err((socket, failure)) => {
             let reply = Reply::Broken {
                 step: failure.step,
@@ -162,7 +162,7 @@ fn settle<'a>(
         Mode::Root => 0,
         Mode::User => TOOL_ID,
     };
-    confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
+    let listener = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
     let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     Ok(Inside {
@@ -172,16 +172,29 @@ fn settle<'a>(
         rules,
         start,
         own_id,
+        listener,
     })
 }
 
-fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<(), Failure> {
+/// Shuts the process in; returns the socket at which the program outside takes connections, if there is a network.
+fn confine(
+    start: &Start,
+    filter: &[u8],
+    mode: Mode,
+    own_id: u32,
+) -> Result<Option<OwnedFd>, Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
     mounts(start, own_id)?;
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
     sys::loopback_up().at("loopback")?;
+    // Made before anything of the agent's runs, so that nothing inside can take its place.
+    let listener = start
+        .network
+        .map(sys::listen_on_loopback)
+        .transpose()
+        .at("listening socket of the network")?;
     // SAFETY: no memory is involved.
     unsafe { libc::umask(0o022) };
     std::env::set_current_dir("/work").at("/work")?;
@@ -190,7 +203,8 @@ fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<(), 
     sys::set_capabilities(KEPT).at("capabilities")?;
     sys::prctl(libc::PR_SET_DUMPABLE, 0, 0).at("dumpable")?;
     sys::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0).at("no_new_privs")?;
-    sys::install_filter(filter).at("system call filter")
+    sys::install_filter(filter).at("system call filter")?;
+    Ok(listener)
 }
 
 /// One tmpfs carries every place that can be written, so that its size bounds them together.

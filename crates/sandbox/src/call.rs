@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use drillyard_sandbox_init::frame::{Span, put};
 use drillyard_sandbox_init::init::{Called, Change, End, Kind, What};
 
-use crate::SandboxError;
+use crate::{NetworkRequest, SandboxError};
 
 /// Something to do in a sandbox. Paths are relative to `/work`, or absolute inside.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -183,6 +183,8 @@ pub struct CallResult {
     pub survivors: bool,
     /// What changed among the files, sorted by path.
     pub files_changed: Vec<ChangedFile>,
+    /// What the call asked of the network, in order.
+    pub network: Vec<NetworkRequest>,
     /// True where `files_changed` is not enough to bring the files to this state again.
     pub state_lost: bool,
 }
@@ -247,6 +249,7 @@ impl CallResult {
             oom_kills: called.oom_kills,
             survivors: called.survivors,
             files_changed,
+            network: Vec::new(),
             state_lost: called.state_lost,
         })
     }
@@ -271,6 +274,7 @@ impl CallResult {
             oom_kills,
             survivors: false,
             files_changed: Vec::new(),
+            network: Vec::new(),
             state_lost: true,
         }
     }

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use camino::Utf8PathBuf;
 
+use crate::Network;
+
 /// The root file system of sandboxes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Image {
@@ -71,6 +73,8 @@ pub struct SandboxConfig {
     /// False to do without control groups even where the host grants them: then memory is limited for each process
     /// alone and processor time not at all, as for an ordinary user without delegated groups.
     pub control_groups: bool,
+    /// What sandboxes may reach.
+    pub network: Network,
 }
 
 impl Default for SandboxConfig {
@@ -83,6 +87,7 @@ impl Default for SandboxConfig {
             pool_size: 8,
             helpers_dir: None,
             control_groups: true,
+            network: Network::None,
         }
     }
 }

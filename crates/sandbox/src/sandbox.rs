@@ -7,7 +7,10 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
 
-use crate::{Autopsy, Call, CallResult, Cell, ChangedFile, Pool, SandboxError, Setup, Snapshot};
+use crate::{
+    Autopsy, Call, CallResult, Cell, ChangedFile, NetworkRequest, Pool, SandboxError, Setup,
+    Snapshot,
+};
 
 /// What PID 1 may need beyond a call's clock: killing a large tree, hashing what changed, sending it.
 const SLACK: Duration = Duration::from_secs(20);
@@ -30,6 +33,8 @@ pub struct Sandbox {
     leased: Instant,
     /// A request was sent and its answer not yet read.
     asking: bool,
+    /// What the last call asked of the network, until its result is made.
+    network: Vec<NetworkRequest>,
 }
 
 impl std::fmt::Debug for Sandbox {
@@ -48,6 +53,7 @@ impl Sandbox {
             contents,
             leased: Instant::now(),
             asking: false,
+            network: Vec::new(),
         }
     }
 
@@ -76,14 +82,18 @@ impl Sandbox {
             timeout_us: timeout.as_micros() as u64,
         };
         let started = Instant::now();
-        match self.ask(&request, &body, max_body, timeout + SLACK).await {
+        let answer = self.ask(&request, &body, max_body, timeout + SLACK).await;
+        let network = std::mem::take(&mut self.network);
+        let mut result = match answer {
             Ok((Reply::Called(called), body)) => CallResult::of(*called, &body),
             Ok((other, _)) => Err(unexpected(&other)),
             Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
                 CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
             ),
             Err((error, _)) => Err(error),
-        }
+        }?;
+        result.network = network;
+        Ok(result)
     }
 
     /// Copies every file out.
@@ -191,6 +201,7 @@ impl Sandbox {
         };
         self.asking = true;
         let answer = exchange(cell, request, body, max_body, patience).await;
+        self.network = cell.traffic().await;
         self.asking = false;
         match answer {
             Ok(answer) => Ok(answer),
