@@ -46,11 +46,7 @@ pub fn serve(mut inside: Inside<'_>) -> ! {
     sys::exit(code)
 }
 
-fn talk(
-    inside: &Inside<'_>,
-    listener: Option<OwnedFd>,
-    mut socket: File,
-) -> std::io::Result<()> {
+fn talk(inside: &Inside<'_>, listener: Option<OwnedFd>, mut socket: File) -> std::io::Result<()> {
     let mut index = Index::default();
     index.look();
     match listener {

@@ -270,7 +270,10 @@ fn read_events(shared: &Shared) {
 }
 
 /// Reads once, with the descriptor that comes along, if one does.
-pub fn receive_passed(socket: impl AsFd, buffer: &mut [u8]) -> io::Result<(usize, Option<OwnedFd>)> {
+pub fn receive_passed(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let n = loop {

@@ -89,6 +89,8 @@ pub struct NetworkLimits {
     pub request_bytes: u64,
     /// Bytes from and to servers over the sandbox's life.
     pub sandbox_bytes: u64,
+    /// Bytes of all answers in the cache, of all sandboxes together; beyond it no more are kept.
+    pub cache_bytes: u64,
     /// How long a request's head, a connection to a server or a TLS greeting may take.
     pub patience: Duration,
     /// How long a server and its client may both be silent.
@@ -103,6 +105,7 @@ impl Default for NetworkLimits {
             head_bytes: 64 << 10,
             request_bytes: 1 << 30,
             sandbox_bytes: 4 << 30,
+            cache_bytes: 10 << 30,
             patience: Duration::from_secs(10),
             idle: Duration::from_mins(1),
         }
@@ -168,6 +171,7 @@ impl AllowList {
             head_bytes,
             request_bytes,
             sandbox_bytes,
+            cache_bytes: _,
             patience,
             idle,
         } = self.limits;
@@ -248,7 +252,10 @@ impl Entry {
                 }
             }
             None if rest.contains('*') => {
-                return Err("a '*' stands only for what precedes a domain, as in '*.example.org:443'".into());
+                return Err(
+                    "a '*' stands only for what precedes a domain, as in '*.example.org:443'"
+                        .into(),
+                );
             }
             None => {
                 let (host, port) = split_port(rest)?;

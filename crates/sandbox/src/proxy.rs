@@ -47,9 +47,15 @@ use cache::{Cache, Store};
 use hello::Hello;
 
 /// How long connections may take to notice that their tool is dead, before they are cut.
-const NOTICE: Duration = Duration::from_millis(100);
+const NOTICE: Duration = Duration::from_millis(50);
+/// Between looks whether there is room for another connection.
+const NO_ROOM: Duration = Duration::from_millis(20);
 /// Bytes of a URL that are written down.
 const URL_BYTES: usize = 2000;
+/// Bytes of a method that are written down.
+const METHOD_BYTES: usize = 32;
+/// Bytes of a note.
+const NOTE_BYTES: usize = 1000;
 /// Name look-ups of one sandbox at once.
 const LOOKUPS: usize = 4;
 /// Addresses of one name that are tried.
@@ -70,6 +76,18 @@ const HOP_BY_HOP: [HeaderName; 9] = [
     header::TRAILER,
     header::TRANSFER_ENCODING,
     header::UPGRADE,
+];
+
+/// Headers that tell caches on the way what to do; a request that the cache may answer goes on without them, so that a
+/// whole answer comes.
+const ABOUT_CACHES: [HeaderName; 7] = [
+    header::CACHE_CONTROL,
+    header::PRAGMA,
+    header::IF_MATCH,
+    header::IF_MODIFIED_SINCE,
+    header::IF_NONE_MATCH,
+    header::IF_RANGE,
+    header::IF_UNMODIFIED_SINCE,
 ];
 
 type Body = UnsyncBoxBody<Bytes, io::Error>;
@@ -125,6 +143,8 @@ pub struct Proxy {
     allow: AllowList,
     cache: Option<Cache>,
     resolve: Box<Resolve>,
+    /// For the connections of all sandboxes together.
+    room: Arc<Semaphore>,
 }
 
 impl std::fmt::Debug for Proxy {
@@ -147,7 +167,7 @@ impl Proxy {
         let cache = allow
             .cache
             .as_deref()
-            .map(Cache::open)
+            .map(|directory| Cache::open(directory, allow.limits.cache_bytes))
             .transpose()
             .map_err(|error| SandboxError::Config {
                 field: "network",
@@ -157,6 +177,7 @@ impl Proxy {
             allow,
             cache,
             resolve,
+            room: Arc::new(Semaphore::new(room())),
         }))
     }
 
@@ -178,6 +199,15 @@ impl Proxy {
     fn limits(&self) -> &NetworkLimits {
         &self.allow.limits
     }
+}
+
+/// How many connections fit: with a descriptor to the tool and one to the server each, they may take half of what this
+/// process can open.
+fn room() -> usize {
+    let open = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    usize::try_from(open.unwrap_or(u64::MAX) / 4)
+        .unwrap_or(usize::MAX)
+        .clamp(1, 16_384)
 }
 
 /// The network of one sandbox. Dropping it closes its connections and the place where they come from.
@@ -219,6 +249,7 @@ async fn serve(
     let mut connections = JoinSet::new();
     let most = shared.proxy.limits().connections;
     loop {
+        let room = shared.proxy.room.available_permits() > 0;
         tokio::select! {
             biased;
             end = ended.recv() => {
@@ -230,14 +261,22 @@ async fn serve(
                 let _ = tell.send(shared.log().take(shared.proxy.limits()));
             }
             Some(_) = connections.join_next(), if !connections.is_empty() => {}
-            stream = poll_fn(|cx| from.poll_accept(cx)), if connections.len() < most => match stream {
+            () = tokio::time::sleep(NO_ROOM), if !room => {}
+            stream = poll_fn(|cx| from.poll_accept(cx)), if room && connections.len() < most => match stream {
                 Ok(stream) => {
-                    connections.spawn(connection(Arc::clone(&shared), stream));
+                    let Ok(place) = Arc::clone(&shared.proxy.room).try_acquire_owned() else {
+                        continue;
+                    };
+                    let shared = Arc::clone(&shared);
+                    connections.spawn(async move {
+                        connection(shared, stream).await;
+                        drop(place);
+                    });
                 }
                 Err(error) => {
                     // Out of descriptors, most likely: others will give some back.
                     tracing::warn!(%error, "a sandbox's connection could not be accepted");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    tokio::time::sleep(NO_ROOM).await;
                 }
             }
         }
@@ -271,10 +310,10 @@ impl Shared {
         };
         Some(Open {
             request: NetworkRequest {
-                method: method.to_owned(),
+                method: capped(method, METHOD_BYTES),
                 host: String::new(),
                 port: 0,
-                url: url[..url.floor_char_boundary(URL_BYTES)].to_owned(),
+                url: capped(url, URL_BYTES),
                 status: None,
                 sent_bytes: 0,
                 received_bytes: 0,
@@ -350,11 +389,11 @@ impl Open {
         self.request.note = None;
     }
 
-    fn note(&mut self, note: impl Into<String>) {
-        self.request.note = Some(note.into());
+    fn note(&mut self, note: impl AsRef<str>) {
+        self.request.note = Some(capped(note.as_ref(), NOTE_BYTES));
     }
 
-    fn failed(&mut self, why: impl Into<String>) {
+    fn failed(&mut self, why: impl AsRef<str>) {
         self.request.verdict = Verdict::Failed;
         self.note(why);
     }
@@ -369,7 +408,7 @@ impl Open {
         plain(status, text)
     }
 
-    fn fail(mut self, status: StatusCode, why: String) -> Response<Body> {
+    fn fail(mut self, status: StatusCode, why: &str) -> Response<Body> {
         self.request.status = Some(status.as_u16());
         let text = format!("the sandbox's network: {why}\n");
         self.failed(why);
@@ -379,7 +418,7 @@ impl Open {
     fn fault(self, fault: Fault) -> Response<Body> {
         match fault {
             Fault::Refused(why) => self.refuse(StatusCode::FORBIDDEN, &why),
-            Fault::Failed(why) => self.fail(StatusCode::BAD_GATEWAY, why),
+            Fault::Failed(why) => self.fail(StatusCode::BAD_GATEWAY, &why),
         }
     }
 }
@@ -400,6 +439,10 @@ impl Drop for Open {
             .requests
             .push((self.number, request));
     }
+}
+
+fn capped(text: &str, bytes: usize) -> String {
+    text[..text.floor_char_boundary(bytes)].to_owned()
 }
 
 /// Why a server was not connected to.
@@ -453,10 +496,7 @@ async fn connection(shared: Arc<Shared>, stream: Box<dyn Stream>) {
             format!("the request is malformed: {error}")
         });
     }
-    let tunnel = tunnel
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .take();
+    let tunnel = tunnel.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(tunnel) = tunnel {
         tunnel.run().await;
     }
@@ -496,6 +536,9 @@ fn understand<B>(request: &Request<B>) -> Result<Asked, String> {
     let uri = request.uri();
     let authority = uri.authority().map(hyper::http::uri::Authority::as_str);
     if request.method() == Method::CONNECT {
+        if uri.scheme().is_some() || uri.path_and_query().is_some() {
+            return Err("CONNECT takes a host and a port, not a URL".into());
+        }
         let (host, port) = split_port(authority.unwrap_or_default())?;
         let port = port.ok_or("CONNECT needs a port")?;
         if chunked
@@ -559,8 +602,7 @@ async fn answer(
     let url = request.uri().to_string();
     let Some(mut open) = shared.begin(request.method().as_str(), &url) else {
         let most = shared.proxy.limits().requests_per_call;
-        let text =
-            format!("refused by the sandbox's network: a call may make {most} requests\n");
+        let text = format!("refused by the sandbox's network: a call may make {most} requests\n");
         return plain(StatusCode::TOO_MANY_REQUESTS, text);
     };
     let asked = match understand(&request) {
@@ -595,7 +637,11 @@ async fn answer(
         host: asked.host,
         open,
     });
-    Response::new(Full::default().map_err(|never| match never {}).boxed_unsync())
+    Response::new(
+        Full::default()
+            .map_err(|never| match never {})
+            .boxed_unsync(),
+    )
 }
 
 /// Passes a plain request on, or answers it from the cache.
@@ -617,6 +663,9 @@ async fn forward(
     let cacheable = parts.method == Method::GET && body.is_end_stream();
     let mut damaged = None;
     let key = if cacheable && proxy.cache.is_some() {
+        for name in &ABOUT_CACHES {
+            headers.remove(name);
+        }
         let key = Cache::key(&url, &headers);
         match find(proxy, &key).await {
             Ok(Some((kept, file))) => {
@@ -633,7 +682,7 @@ async fn forward(
     };
     if proxy.allow.only_cache {
         return match damaged {
-            Some(why) => open.fail(StatusCode::BAD_GATEWAY, why),
+            Some(why) => open.fail(StatusCode::BAD_GATEWAY, &why),
             None => open.refuse(
                 StatusCode::GATEWAY_TIMEOUT,
                 "only the cache answers here, and it has no answer to this request",
@@ -666,13 +715,13 @@ async fn forward(
         Ok(answered) => answered,
         Err(error) => {
             let why = format!("{url}: {}", chain(&error));
-            return open.fail(StatusCode::BAD_GATEWAY, why);
+            return open.fail(StatusCode::BAD_GATEWAY, &why);
         }
     };
     let (mut head, body) = response.into_parts();
     if head.status.is_informational() {
         let why = format!("{url}: the server switched to another protocol");
-        return open.fail(StatusCode::BAD_GATEWAY, why);
+        return open.fail(StatusCode::BAD_GATEWAY, &why);
     }
     drop_hop_by_hop(&mut head.headers);
     open.allowed();
@@ -734,7 +783,7 @@ async fn find(
 fn cached(mut open: Open, kept: &cache::Kept, file: std::fs::File) -> Response<Body> {
     let (Ok(status), Some(headers)) = (StatusCode::from_u16(kept.status), kept.headers()) else {
         let why = format!("the cached answer of {} is damaged", kept.url);
-        return open.fail(StatusCode::BAD_GATEWAY, why);
+        return open.fail(StatusCode::BAD_GATEWAY, &why);
     };
     open.allowed();
     open.request.status = Some(kept.status);
@@ -870,9 +919,9 @@ impl Tunnel {
             Err(_) => Err(format!("no TLS greeting came within {patience:?}")),
         };
         let checked = greeting.and_then(|name| match name {
-            Some(name) if Host::parse(&name).ok().as_ref() != Some(&host) => Err(format!(
-                "its TLS greeting names another host, '{name}'"
-            )),
+            Some(name) if Host::parse(&name).ok().as_ref() != Some(&host) => {
+                Err(format!("its TLS greeting names another host, '{name}'"))
+            }
             _ => Ok(()),
         });
         if let Err(why) = checked {
@@ -987,7 +1036,7 @@ impl AsyncRead for Metered {
                     .counts
                     .cut(format!("cut short: both sides were silent for {idle:?}")))
             }),
-            error => error,
+            error @ Poll::Ready(_) => error,
         }
     }
 }
@@ -1000,7 +1049,11 @@ impl AsyncWrite for Metered {
     ) -> Poll<io::Result<usize>> {
         let written = std::task::ready!(Pin::new(&mut self.server).poll_write(cx, bytes))?;
         self.progress();
-        Poll::Ready(self.counts.add(&self.counts.sent, written).map(|()| written))
+        Poll::Ready(
+            self.counts
+                .add(&self.counts.sent, written)
+                .map(|()| written),
+        )
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -1070,7 +1123,7 @@ impl hyper::body::Body for Relay {
                     let why = chain(&error);
                     self.store = None;
                     if let Some(mut open) = self.open.take() {
-                        open.failed(why.clone());
+                        open.failed(&why);
                     }
                     return Poll::Ready(Some(Err(io::Error::other(why))));
                 }

@@ -49,11 +49,13 @@ fn is_own(address: IpAddr) -> bool {
         IpAddr::V4(_) => Ipv4Addr::UNSPECIFIED.into(),
         IpAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
     };
-    UdpSocket::bind((unspecified, 0))
-        .and_then(|socket| {
-            socket.connect((address, 9))?;
-            socket.local_addr()
-        })
+    let Ok(socket) = UdpSocket::bind((unspecified, 0)) else {
+        // Unknown (no descriptors left?): then rather not. A machine without IPv6 has no such address either way.
+        return address.is_ipv4();
+    };
+    socket
+        .connect((address, 9))
+        .and_then(|()| socket.local_addr())
         .is_ok_and(|source| source.ip().to_canonical() == address.to_canonical())
 }
 

@@ -5,26 +5,17 @@
 //! <directory>/bodies/12/1234…     a body, by its BLAKE3
 //! ```
 //!
-//! A request is known by its URL and by those of its headers that commonly change an answer, as a hash: nothing secret
-//! is written down. Both kinds of file appear by a rename and never change.
+//! A request is known by its URL and all of its headers, as a hash: nothing secret is written down, and no request can
+//! choose the answer to another one. Both kinds of file appear whole and never change.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use camino::{Utf8Path, Utf8PathBuf};
 use hyper::header::{HeaderMap, HeaderName};
 use serde::{Deserialize, Serialize};
-
-/// Headers of a request that make another request of it.
-const RELEVANT: [HeaderName; 6] = [
-    hyper::header::ACCEPT,
-    hyper::header::ACCEPT_ENCODING,
-    hyper::header::ACCEPT_LANGUAGE,
-    hyper::header::AUTHORIZATION,
-    hyper::header::COOKIE,
-    hyper::header::RANGE,
-];
 
 /// Numbers the unfinished bodies of this program.
 static UNFINISHED: AtomicU64 = AtomicU64::new(0);
@@ -33,6 +24,9 @@ static UNFINISHED: AtomicU64 = AtomicU64::new(0);
 #[derive(Debug)]
 pub struct Cache {
     directory: Utf8PathBuf,
+    /// Bytes of all bodies.
+    used: Arc<AtomicU64>,
+    most: u64,
 }
 
 /// A request, as the cache knows it.
@@ -66,12 +60,22 @@ impl Kept {
 }
 
 impl Cache {
-    pub fn open(directory: &Utf8Path) -> io::Result<Self> {
-        for part in ["requests", "bodies"] {
-            fs_err::create_dir_all(directory.join(part))?;
+    /// Opens a cache, or begins one; it takes no more once its bodies have this many bytes together.
+    pub fn open(directory: &Utf8Path, most: u64) -> io::Result<Self> {
+        let bodies = directory.join("bodies");
+        for part in [&directory.join("requests"), &bodies] {
+            fs_err::create_dir_all(part)?;
+        }
+        let mut used = 0;
+        for shelf in fs_err::read_dir(&bodies)? {
+            for body in fs_err::read_dir(shelf?.path())? {
+                used += body?.metadata()?.len();
+            }
         }
         Ok(Self {
             directory: directory.to_owned(),
+            used: Arc::new(AtomicU64::new(used)),
+            most,
         })
     }
 
@@ -82,12 +86,15 @@ impl Cache {
             hasher.update(bytes);
         };
         add(url.as_bytes());
-        for name in RELEVANT {
-            let values: Vec<_> = headers.get_all(&name).iter().collect();
-            add(&(values.len() as u64).to_le_bytes());
-            for value in values {
-                add(value.as_bytes());
-            }
+        let mut sorted: Vec<_> = headers
+            .iter()
+            .map(|(name, value)| (name.as_str(), value.as_bytes()))
+            .collect();
+        // By name alone: values of one name keep their order.
+        sorted.sort_by_key(|(name, _)| *name);
+        for (name, value) in sorted {
+            add(name.as_bytes());
+            add(value);
         }
         Key(hasher.finalize().to_hex().to_string())
     }
@@ -108,7 +115,7 @@ impl Cache {
         };
         let kept: Kept = serde_json::from_slice(&head)?;
         let damaged = || io::Error::other(format!("the cached answer of {} is damaged", kept.url));
-        if kept.body.len() != 64 || !kept.body.bytes().all(|b| b.is_ascii_hexdigit()) {
+        if !is_hash(&kept.body) {
             return Err(damaged());
         }
         let path = self.place("bodies", &kept.body);
@@ -122,7 +129,14 @@ impl Cache {
 
     /// Forgets a damaged answer.
     pub fn forget(&self, key: &Key) {
-        let _ = fs_err::remove_file(self.place("requests", &key.0));
+        let head = self.place("requests", &key.0);
+        if let Ok(bytes) = fs_err::read(&head)
+            && let Ok(kept) = serde_json::from_slice::<Kept>(&bytes)
+            && is_hash(&kept.body)
+        {
+            let _ = fs_err::remove_file(self.place("bodies", &kept.body));
+        }
+        let _ = fs_err::remove_file(head);
     }
 
     /// Begins to keep an answer, or says why it cannot be kept.
@@ -135,14 +149,6 @@ impl Cache {
     ) -> Result<Store, String> {
         if status != 200 {
             return Err(format!("not kept: its status is {status}"));
-        }
-        for value in headers.get_all(hyper::header::VARY) {
-            let varies = value.to_str().unwrap_or("*");
-            for name in varies.split(',').map(str::trim).filter(|n| !n.is_empty()) {
-                if !RELEVANT.iter().any(|r| name.eq_ignore_ascii_case(r.as_str())) {
-                    return Err(format!("not kept: it varies by {name}"));
-                }
-            }
         }
         let mut kept = Vec::new();
         for (name, value) in headers {
@@ -161,8 +167,10 @@ impl Cache {
             .into_parts()
             .0;
         Ok(Store {
-            directory: Self {
+            cache: Self {
                 directory: self.directory.clone(),
+                used: Arc::clone(&self.used),
+                most: self.most,
             },
             key,
             kept: Kept {
@@ -175,6 +183,7 @@ impl Cache {
             file,
             unfinished,
             hasher: blake3::Hasher::new(),
+            counted: false,
         })
     }
 }
@@ -182,32 +191,41 @@ impl Cache {
 /// An answer on its way into the cache; dropped before its end it is forgotten.
 #[derive(Debug)]
 pub struct Store {
-    directory: Cache,
+    cache: Cache,
     key: Key,
     kept: Kept,
     file: File,
     unfinished: Utf8PathBuf,
     hasher: blake3::Hasher,
+    /// Its bytes are in the cache for good.
+    counted: bool,
 }
 
 impl Store {
     pub fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        let n = bytes.len() as u64;
         self.hasher.update(bytes);
-        self.kept.bytes += bytes.len() as u64;
+        self.kept.bytes += n;
+        if self.cache.used.fetch_add(n, Ordering::Relaxed) + n > self.cache.most {
+            return Err(io::Error::other("the cache is full"));
+        }
         self.file.write_all(bytes)
     }
 
     /// The body is complete.
     pub fn finish(mut self) -> io::Result<()> {
         self.kept.body = self.hasher.finalize().to_hex().to_string();
-        let body = self.directory.place("bodies", &self.kept.body);
-        let head = self.directory.place("requests", &self.key.0);
+        let body = self.cache.place("bodies", &self.kept.body);
+        let head = self.cache.place("requests", &self.key.0);
         for path in [&body, &head] {
             if let Some(parent) = path.parent() {
                 fs_err::create_dir_all(parent)?;
             }
         }
-        fs_err::rename(&self.unfinished, &body)?;
+        if !body.exists() {
+            fs_err::rename(&self.unfinished, &body)?;
+            self.counted = true;
+        }
         // Of two sandboxes that asked at once, the first one's answer stays.
         fs_err::write(&self.unfinished, serde_json::to_vec(&self.kept)?)?;
         match fs_err::hard_link(&self.unfinished, &head) {
@@ -220,7 +238,16 @@ impl Store {
 impl Drop for Store {
     fn drop(&mut self) {
         let _ = fs_err::remove_file(&self.unfinished);
+        if !self.counted {
+            self.cache
+                .used
+                .fetch_sub(self.kept.bytes, Ordering::Relaxed);
+        }
     }
+}
+
+fn is_hash(text: &str) -> bool {
+    text.len() == 64 && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
 /// Reads a piece of a kept body; nothing at its end.
@@ -254,7 +281,7 @@ mod tests {
     fn what_is_kept_comes_back_and_the_first_answer_stays() {
         let dir = tempfile::tempdir().unwrap();
         let path = Utf8Path::from_path(dir.path()).unwrap();
-        let cache = Cache::open(path).unwrap();
+        let cache = Cache::open(path, 11).unwrap();
         let key = Cache::key("http://a/x", &HeaderMap::new());
         assert!(cache.find(&key).unwrap().is_none());
         keep(&cache, "http://a/x", b"first");
@@ -268,11 +295,19 @@ mod tests {
         );
         // A dropped store leaves nothing.
         drop(cache.store(key.clone(), "u", 200, &HeaderMap::new()));
-        assert!(
-            fs_err::read_dir(path)
-                .unwrap()
-                .all(|e| !e.unwrap().file_name().to_string_lossy().contains("unfinished"))
-        );
+        assert!(fs_err::read_dir(path).unwrap().all(|e| {
+            !e.unwrap()
+                .file_name()
+                .to_string_lossy()
+                .contains("unfinished")
+        }));
+        // A full one takes no more, and knows how full it is when it is opened again.
+        for cache in [&cache, &Cache::open(path, 11).unwrap()] {
+            let mut store = cache
+                .store(key.clone(), "u", 200, &HeaderMap::new())
+                .unwrap();
+            assert!(store.write(b"more").is_err());
+        }
         // A damaged body is not given out.
         let body = cache.place("bodies", &kept.body);
         fs_err::write(body, "other").unwrap();
@@ -288,22 +323,29 @@ mod tests {
     #[test]
     fn only_what_can_be_told_apart_is_kept() {
         let dir = tempfile::tempdir().unwrap();
-        let cache = Cache::open(Utf8Path::from_path(dir.path()).unwrap()).unwrap();
+        let cache = Cache::open(Utf8Path::from_path(dir.path()).unwrap(), 100).unwrap();
         let key = Cache::key("u", &HeaderMap::new());
-        for (status, answer, kept) in [
-            (200, headers(&[("vary", "Accept-Encoding, cookie")]), true),
-            (200, headers(&[("vary", "Accept, User-Agent")]), false),
-            (200, headers(&[("vary", "*")]), false),
-            (206, HeaderMap::new(), false),
-            (404, HeaderMap::new(), false),
-        ] {
-            assert_eq!(
-                cache.store(key.clone(), "u", status, &answer).is_ok(),
-                kept,
-                "{answer:?}"
-            );
+        for (status, kept) in [(200, true), (206, false), (304, false), (404, false)] {
+            let stored = cache.store(key.clone(), "u", status, &HeaderMap::new());
+            assert_eq!(stored.is_ok(), kept, "{status}");
         }
-        assert_ne!(key, Cache::key("u", &headers(&[("cookie", "a")])));
-        assert_eq!(key, Cache::key("u", &headers(&[("user-agent", "a")])));
+        // Whatever a server may act on makes another request.
+        let of = |pairs| Cache::key("u", &headers(pairs));
+        let keys = [
+            key,
+            of(&[("cookie", "a")]),
+            of(&[("x-forwarded-host", "a")]),
+            of(&[("x-forwarded-host", "a"), ("cookie", "a")]),
+            of(&[("accept", "a"), ("accept", "b")]),
+            of(&[("accept", "b"), ("accept", "a")]),
+        ];
+        for (i, key) in keys.iter().enumerate() {
+            assert!(!keys[i + 1..].contains(key), "{i}");
+        }
+        assert_eq!(
+            keys[3],
+            of(&[("cookie", "a"), ("x-forwarded-host", "a")]),
+            "the order of names is nothing"
+        );
     }
 }

@@ -59,7 +59,6 @@ fn too_long(bytes: &[u8]) -> Hello {
 /// The outcome, once the whole message is there.
 fn whole(message: &[u8]) -> Option<Hello> {
     match *message {
-        [] => None,
         [kind, ..] if kind != 1 => Some(NOT_TLS),
         [_, a, b, c, ref body @ ..] => {
             let length = usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c);
@@ -183,7 +182,10 @@ pub mod tests {
     #[test]
     fn the_name_is_read_whole_or_not_at_all() {
         let alpn = (16, vector(2, b"\x08http/1.1"));
-        let hello = client_hello(&[alpn.clone(), sni("example.org"), (43, vec![2, 3, 4])], 9999);
+        let hello = client_hello(
+            &[alpn.clone(), sni("example.org"), (43, vec![2, 3, 4])],
+            9999,
+        );
         assert_eq!(read(&hello), Hello::Complete(Some("example.org".into())));
         assert_eq!(read(&client_hello(&[alpn], 5)), Hello::Complete(None));
         let two = vector(

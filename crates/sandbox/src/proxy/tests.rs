@@ -96,7 +96,10 @@ impl Way {
 
     /// Every name leads to loopback.
     fn to(allow: AllowList) -> Self {
-        Self::with(allow, Box::new(|_, _| Ok(vec!["127.0.0.1".parse().unwrap()])))
+        Self::with(
+            allow,
+            Box::new(|_, _| Ok(vec!["127.0.0.1".parse().unwrap()])),
+        )
     }
 
     async fn open(&self) -> DuplexStream {
@@ -160,11 +163,21 @@ async fn a_plain_request_is_written_anew_and_its_answer_relayed() {
             .as_bytes(),
         )
         .await;
-    assert!(answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("\r\n\r\nhello"), "{answer}");
-    assert!(answer.contains("set-cookie: a=1") && !answer.contains("x-hop"), "{answer}");
+    assert!(
+        answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with("\r\n\r\nhello"),
+        "{answer}"
+    );
+    assert!(
+        answer.contains("set-cookie: a=1") && !answer.contains("x-hop"),
+        "{answer}"
+    );
     let heard = origin.heard();
     assert_eq!(heard.len(), 1);
-    assert!(heard[0].starts_with("GET /a?b=c HTTP/1.1\r\n"), "{}", heard[0]);
+    assert!(
+        heard[0].starts_with("GET /a?b=c HTTP/1.1\r\n"),
+        "{}",
+        heard[0]
+    );
     let mut lines: Vec<_> = heard[0].trim_end().lines().skip(1).collect();
     lines.sort_unstable();
     assert_eq!(
@@ -177,14 +190,22 @@ async fn a_plain_request_is_written_anew_and_its_answer_relayed() {
     );
     let request = way.only().await;
     assert_eq!(
-        (request.method.as_str(), request.host.as_str(), request.port, request.status),
+        (
+            request.method.as_str(),
+            request.host.as_str(),
+            request.port,
+            request.status
+        ),
         ("GET", "good.test", port, Some(200))
     );
     assert!(request.url.ends_with("/a?b=c") && request.note.is_none());
     assert_eq!((request.verdict, request.cache), (Verdict::Allowed, None));
     assert!(request.received_bytes > 5 && request.sent_bytes > 20);
     let text = serde_json::to_string(&request).unwrap();
-    assert_eq!(serde_json::from_str::<NetworkRequest>(&text).unwrap(), request);
+    assert_eq!(
+        serde_json::from_str::<NetworkRequest>(&text).unwrap(),
+        request
+    );
 }
 
 #[tokio::test]
@@ -200,7 +221,7 @@ async fn bodies_are_framed_anew() {
         let way = Way::to(internal(origin.port));
         let port = origin.port;
         let post = format!("POST http://good.test:{port}/ HTTP/1.1\r\nHost: good.test:{port}\r\n");
-        let said = way.say(format!("{post}Content-Length: 3\r\n\r\nabc").as_bytes()).await;
+        let said = way.say(format!("{post}Expect: 100-continue\r\nContent-Length: 3\r\n\r\nabc").as_bytes()).await;
         assert!(said.contains(expected), "{said}");
         assert!(!said.contains("x-trailer"));
         way.say(format!("{post}Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\n0\r\n\r\n").as_bytes()).await;
@@ -225,53 +246,151 @@ async fn what_is_not_listed_or_can_be_read_two_ways_is_refused() {
     let way = Way::to(internal(port));
     let good = format!("good.test:{port}");
     // The same server is there for a proper request.
-    assert!(way.get(&format!("http://{good}/")).await.contains(" 200 OK"));
+    assert!(
+        way.get(&format!("http://{good}/"))
+            .await
+            .contains(" 200 OK")
+    );
     way.only().await;
     let host = format!("Host: {good}\r\n");
     for (status, request) in [
-        (403, format!("GET http://evil.test:{port}/ HTTP/1.1\r\nHost: evil.test:{port}\r\n\r\n")),
-        (403, "GET http://good.test:81/ HTTP/1.1\r\nHost: good.test:81\r\n\r\n".into()),
-        (403, "GET http://good.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n".into()),
-        (403, format!("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n")),
-        (403, format!("GET http://[::1]:{port}/ HTTP/1.1\r\nHost: [::1]:{port}\r\n\r\n")),
-        (403, format!("GET http://[::ffff:127.0.0.1]:{port}/ HTTP/1.1\r\nHost: [::ffff:127.0.0.1]:{port}\r\n\r\n")),
-        (400, format!("GET http://2130706433:{port}/ HTTP/1.1\r\nHost: 2130706433:{port}\r\n\r\n")),
-        (400, format!("GET http://0x7f.1:{port}/ HTTP/1.1\r\nHost: 0x7f.1:{port}\r\n\r\n")),
-        (400, format!("GET http://evil.test:{port}/ HTTP/1.1\r\n{host}\r\n")),
-        (400, format!("GET http://{good}/ HTTP/1.1\r\nHost: evil.test\r\n\r\n")),
-        (400, format!("GET http://{good}/ HTTP/1.1\r\nHost: good.test\r\n\r\n")),
-        (400, format!("GET http://{good}/ HTTP/1.1\r\n{host}Host: evil.test\r\n\r\n")),
-        (400, format!("GET http://{good}/ HTTP/1.1\r\n{host}{host}\r\n")),
+        (
+            403,
+            format!("GET http://evil.test:{port}/ HTTP/1.1\r\nHost: evil.test:{port}\r\n\r\n"),
+        ),
+        (
+            403,
+            "GET http://good.test:81/ HTTP/1.1\r\nHost: good.test:81\r\n\r\n".into(),
+        ),
+        (
+            403,
+            "GET http://good.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n".into(),
+        ),
+        (
+            403,
+            format!("GET http://127.0.0.1:{port}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n"),
+        ),
+        (
+            403,
+            format!("GET http://[::1]:{port}/ HTTP/1.1\r\nHost: [::1]:{port}\r\n\r\n"),
+        ),
+        (
+            403,
+            format!(
+                "GET http://[::ffff:127.0.0.1]:{port}/ HTTP/1.1\r\nHost: [::ffff:127.0.0.1]:{port}\r\n\r\n"
+            ),
+        ),
+        (
+            400,
+            format!("GET http://2130706433:{port}/ HTTP/1.1\r\nHost: 2130706433:{port}\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://0x7f.1:{port}/ HTTP/1.1\r\nHost: 0x7f.1:{port}\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://evil.test:{port}/ HTTP/1.1\r\n{host}\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://{good}/ HTTP/1.1\r\nHost: evil.test\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://{good}/ HTTP/1.1\r\nHost: good.test\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://{good}/ HTTP/1.1\r\n{host}Host: evil.test\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://{good}/ HTTP/1.1\r\n{host}{host}\r\n"),
+        ),
         (400, format!("GET http://{good}/ HTTP/1.1\r\n\r\n")),
-        (400, format!("GET http://user@{good}/ HTTP/1.1\r\n{host}\r\n")),
-        (400, format!("GET http://evil.test:80@{good}/ HTTP/1.1\r\n{host}\r\n")),
+        (
+            400,
+            format!("GET http://user@{good}/ HTTP/1.1\r\n{host}\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://evil.test:80@{good}/ HTTP/1.1\r\n{host}\r\n"),
+        ),
         (400, format!("GET https://{good}/ HTTP/1.1\r\n{host}\r\n")),
         (400, format!("GET ftp://{good}/ HTTP/1.1\r\n{host}\r\n")),
         (400, format!("GET / HTTP/1.1\r\n{host}\r\n")),
         (400, format!("OPTIONS * HTTP/1.1\r\n{host}\r\n")),
-        (400, format!("POST http://{good}/ HTTP/1.1\r\n{host}Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd")),
-        (400, format!("POST http://{good}/ HTTP/1.1\r\n{host}Content-Length: +3\r\n\r\nabc")),
-        (400, format!("POST http://{good}/ HTTP/1.1\r\n{host}Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n")),
-        (400, format!("POST http://{good}/ HTTP/1.1\r\n{host}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n")),
-        (400, format!("POST http://{good}/ HTTP/1.1\r\n{host}Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n")),
-        (400, format!("GET http://{good}/ HTTP/1.1\r\n{host}Bad Name: x\r\n\r\n")),
-        (400, format!("GET http://{good}/ HTTP/1.1\r\n{host} folded: x\r\n\r\n")),
+        (
+            400,
+            format!(
+                "POST http://{good}/ HTTP/1.1\r\n{host}Content-Length: 3\r\nContent-Length: 4\r\n\r\nabcd"
+            ),
+        ),
+        (
+            400,
+            format!("POST http://{good}/ HTTP/1.1\r\n{host}Content-Length: +3\r\n\r\nabc"),
+        ),
+        (
+            400,
+            format!(
+                "POST http://{good}/ HTTP/1.1\r\n{host}Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n"
+            ),
+        ),
+        (
+            400,
+            format!(
+                "POST http://{good}/ HTTP/1.1\r\n{host}Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n"
+            ),
+        ),
+        (
+            400,
+            format!(
+                "POST http://{good}/ HTTP/1.1\r\n{host}Transfer-Encoding: chunked\r\nTransfer-Encoding: identity\r\n\r\n0\r\n\r\n"
+            ),
+        ),
+        (
+            400,
+            format!("GET http://{good}/ HTTP/1.1\r\n{host}Bad Name: x\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("GET http://{good}/ HTTP/1.1\r\n{host} folded: x\r\n\r\n"),
+        ),
         (400, format!("GET http://{good}/\0 HTTP/1.1\r\n{host}\r\n")),
         (400, "PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".into()),
-        (403, format!("CONNECT evil.test:{port} HTTP/1.1\r\nHost: evil.test:{port}\r\n\r\n")),
+        (
+            403,
+            format!("CONNECT evil.test:{port} HTTP/1.1\r\nHost: evil.test:{port}\r\n\r\n"),
+        ),
         (403, format!("CONNECT 127.0.0.1:{port} HTTP/1.1\r\n\r\n")),
         (400, "CONNECT good.test HTTP/1.1\r\n\r\n".into()),
-        (400, format!("CONNECT {good} HTTP/1.1\r\nHost: evil.test:{port}\r\n\r\n")),
-        (400, format!("CONNECT {good} HTTP/1.1\r\n{host}Content-Length: 5\r\n\r\nhello")),
-        (400, format!("CONNECT http://{good}/ HTTP/1.1\r\n{host}\r\n")),
+        (
+            400,
+            format!("CONNECT {good} HTTP/1.1\r\nHost: evil.test:{port}\r\n\r\n"),
+        ),
+        (
+            400,
+            format!("CONNECT {good} HTTP/1.1\r\n{host}Content-Length: 5\r\n\r\nhello"),
+        ),
+        (
+            400,
+            format!("CONNECT http://{good}/ HTTP/1.1\r\n{host}\r\n"),
+        ),
     ] {
         let answer = way.say(request.as_bytes()).await;
         let logged = way.traffic.take().await;
         // hyper hangs up on the beginning of HTTP/2 and on some malformed lines without a word.
         let expected = format!("HTTP/1.1 {status} ");
-        assert!(answer.starts_with(&expected) || (answer.is_empty() && status == 400), "{request}{answer}");
+        assert!(
+            answer.starts_with(&expected) || (answer.is_empty() && status == 400),
+            "{request}{answer}"
+        );
         if status == 403 {
-            assert!(answer.contains("is not listed\nallowed: internal:good.test"), "{answer}");
+            assert!(
+                answer.contains("is not listed\nallowed: internal:good.test"),
+                "{answer}"
+            );
         }
         assert_eq!(logged.len(), 1, "{request}{logged:?}");
         assert_eq!(logged[0].verdict, Verdict::Refused, "{request}{logged:?}");
@@ -291,10 +410,17 @@ async fn one_connection_carries_one_request() {
     for request in [
         // A second request right behind the first, and one hidden where the two lengths disagree, both ways.
         format!("GET {head} HTTP/1.1\r\n{host}\r\n{second}"),
-        format!("POST {head} HTTP/1.1\r\n{host}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{second}"),
-        format!("POST {head} HTTP/1.1\r\n{host}Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n{second}"),
+        format!(
+            "POST {head} HTTP/1.1\r\n{host}Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n{second}"
+        ),
+        format!(
+            "POST {head} HTTP/1.1\r\n{host}Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n{second}"
+        ),
         format!("POST {head} HTTP/1.1\r\n{host}Content-Length: 0\r\n\r\n{second}"),
-        format!("GET {head} HTTP/1.1\r\n{host}Connection: content-length\r\nContent-Length: {}\r\n\r\n{second}", second.len()),
+        format!(
+            "GET {head} HTTP/1.1\r\n{host}Connection: content-length\r\nContent-Length: {}\r\n\r\n{second}",
+            second.len()
+        ),
     ] {
         let before = origin.heard().len();
         let answer = way.say(request.as_bytes()).await;
@@ -333,10 +459,17 @@ async fn names_that_lead_inside_are_refused() {
         let way = Way::with(list(&[format!("good.test:{port}")]), Box::new(resolve));
         let answer = way.get(&url).await;
         assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
-        assert!(answer.contains(&format!("list 'internal:good.test:{port}'")), "{answer}");
+        assert!(
+            answer.contains(&format!("list 'internal:good.test:{port}'")),
+            "{answer}"
+        );
         assert_eq!(way.only().await.verdict, Verdict::Refused);
         let tunnel = format!("CONNECT good.test:{port} HTTP/1.1\r\n\r\n");
-        assert!(way.say(tunnel.as_bytes()).await.starts_with("HTTP/1.1 403 "));
+        assert!(
+            way.say(tunnel.as_bytes())
+                .await
+                .starts_with("HTTP/1.1 403 ")
+        );
     }
     // One look-up a request: no second answer can differ from the one that was checked.
     assert_eq!(asked.load(Ordering::Relaxed), 14);
@@ -346,14 +479,24 @@ async fn names_that_lead_inside_are_refused() {
     assert!(way.get(&url).await.ends_with("hello"));
     // So does an address that is listed as such.
     let way = Way::to(list(&[format!("127.0.0.1:{port}")]));
-    assert!(way.get(&format!("http://127.0.0.1:{port}/")).await.ends_with("hello"));
+    assert!(
+        way.get(&format!("http://127.0.0.1:{port}/"))
+            .await
+            .ends_with("hello")
+    );
     // And a real look-up of a real name.
     let proxy = Proxy::new(list(&[format!("localhost:{port}")])).unwrap();
     let (connect, from) = mpsc::channel(1);
-    let way = Way { connect, traffic: proxy.serve(from) };
+    let way = Way {
+        connect,
+        traffic: proxy.serve(from),
+    };
     let answer = way.get(&format!("http://localhost:{port}/")).await;
     assert!(answer.starts_with("HTTP/1.1 403 "), "{answer}");
-    let nowhere = Way::with(internal(port), Box::new(|_, _| Err(io::Error::other("no such name"))));
+    let nowhere = Way::with(
+        internal(port),
+        Box::new(|_, _| Err(io::Error::other("no such name"))),
+    );
     assert!(nowhere.get(&url).await.contains("502 Bad Gateway"));
     assert_eq!(nowhere.only().await.verdict, Verdict::Failed);
 }
@@ -367,7 +510,11 @@ async fn through(way: &Way, port: u16, first: &[u8], piece: usize) -> Vec<u8> {
     while !head.ends_with(b"\r\n\r\n") {
         head.push(stream.read_u8().await.unwrap());
     }
-    assert!(head.starts_with(b"HTTP/1.1 200 "), "{}", String::from_utf8_lossy(&head));
+    assert!(
+        head.starts_with(b"HTTP/1.1 200 "),
+        "{}",
+        String::from_utf8_lossy(&head)
+    );
     for piece in first.chunks(piece.max(1)) {
         if stream.write_all(piece).await.is_err() {
             break;
@@ -375,7 +522,9 @@ async fn through(way: &Way, port: u16, first: &[u8], piece: usize) -> Vec<u8> {
         tokio::task::yield_now().await;
     }
     let mut answer = Vec::new();
-    let _ = timeout(Duration::from_secs(20), stream.read_to_end(&mut answer)).await.unwrap();
+    let _ = timeout(Duration::from_secs(20), stream.read_to_end(&mut answer))
+        .await
+        .unwrap();
     answer
 }
 
@@ -396,21 +545,52 @@ async fn tunnels_carry_tls_to_the_host_they_name() {
         assert_eq!(origin.heard().len(), before + 1);
         assert_eq!(origin.heard.lock().unwrap()[before], hello);
         let request = way.only().await;
-        assert_eq!((request.method.as_str(), request.verdict, request.status), ("CONNECT", Verdict::Allowed, Some(200)));
-        assert_eq!((request.sent_bytes, request.received_bytes), (hello.len() as u64, 11));
+        assert_eq!(
+            (request.method.as_str(), request.verdict, request.status),
+            ("CONNECT", Verdict::Allowed, Some(200))
+        );
+        assert_eq!(
+            (request.sent_bytes, request.received_bytes),
+            (hello.len() as u64, 11)
+        );
     }
     for (first, why) in [
-        (client_hello(&[sni("evil.test")], 9999), "names another host, 'evil.test'"),
-        (client_hello(&[sni("good.test.evil.test")], 3), "names another host"),
-        (client_hello(&[sni("good.test"), sni("evil.test")], 9999), "malformed"),
-        (client_hello(&[sni("good.test"), (0xfe0d, vec![1])], 9999), "encrypted"),
-        (b"CONNECT evil.test:443 HTTP/1.1\r\n\r\n".to_vec(), "only TLS"),
-        (b"GET / HTTP/1.1\r\nHost: evil.test\r\n\r\n".to_vec(), "only TLS"),
+        (
+            client_hello(&[sni("evil.test")], 9999),
+            "names another host, 'evil.test'",
+        ),
+        (
+            client_hello(&[sni("good.test.evil.test")], 3),
+            "names another host",
+        ),
+        (
+            client_hello(&[sni("good.test"), sni("evil.test")], 9999),
+            "malformed",
+        ),
+        (
+            client_hello(&[sni("good.test"), (0xfe0d, vec![1])], 9999),
+            "encrypted",
+        ),
+        (
+            b"CONNECT evil.test:443 HTTP/1.1\r\n\r\n".to_vec(),
+            "only TLS",
+        ),
+        (
+            b"GET / HTTP/1.1\r\nHost: evil.test\r\n\r\n".to_vec(),
+            "only TLS",
+        ),
         (b"SSH-2.0-OpenSSH\r\n".to_vec(), "only TLS"),
-        (client_hello(&[sni("good.test")], 9999)[..40].to_vec(), "no TLS greeting came"),
+        (
+            client_hello(&[sni("good.test")], 9999)[..40].to_vec(),
+            "no TLS greeting came",
+        ),
         (vec![], "no TLS greeting came"),
     ] {
-        assert_eq!(through(&way, port, &first, 9999).await, ACCESS_DENIED, "{why}");
+        assert_eq!(
+            through(&way, port, &first, 9999).await,
+            ACCESS_DENIED,
+            "{why}"
+        );
         let request = way.only().await;
         assert_eq!(request.verdict, Verdict::Refused);
         assert!(note(&request).contains(why), "{request:?}");
@@ -418,6 +598,52 @@ async fn tunnels_carry_tls_to_the_host_they_name() {
     }
     // Connections to the server were made, but nothing was said on them.
     assert_eq!(origin.heard().iter().filter(|h| !h.is_empty()).count(), 3);
+}
+
+#[tokio::test]
+async fn a_greeting_may_come_with_the_request_for_its_tunnel() {
+    let origin = Origin::start(b"server says").await;
+    let port = origin.port;
+    let way = Way::to(internal(port));
+    let connect = format!("CONNECT good.test:{port} HTTP/1.0\r\n\r\n");
+    let hello = client_hello(&[sni("good.test")], 9999);
+    let said = way.say(&[connect.as_bytes(), &hello].concat()).await;
+    assert!(said.ends_with("\r\n\r\nserver says"), "{said}");
+    let said = way
+        .say(&[connect.as_bytes(), &client_hello(&[sni("evil.test")], 9999)].concat())
+        .await;
+    assert!(!said.contains("server says"), "{said}");
+    let requests = way.traffic.take().await;
+    let verdicts: Vec<_> = requests.iter().map(|r| r.verdict).collect();
+    assert_eq!(verdicts, [Verdict::Allowed, Verdict::Refused]);
+}
+
+#[tokio::test]
+async fn look_ups_of_a_sandbox_take_turns() {
+    let (now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let resolve = {
+        let most = Arc::clone(&most);
+        move |_: &str, _: u16| {
+            most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            std::thread::sleep(Duration::from_millis(50));
+            now.fetch_sub(1, Ordering::SeqCst);
+            Ok(Vec::new())
+        }
+    };
+    let way = Way::with(internal(80), Box::new(resolve));
+    let mut streams = Vec::new();
+    for _ in 0..20 {
+        let mut stream = way.open().await;
+        let get = b"GET http://good.test/ HTTP/1.1\r\nHost: good.test\r\n\r\n";
+        stream.write_all(get).await.unwrap();
+        streams.push(stream);
+    }
+    for mut stream in streams {
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.contains("it has no address"), "{answer}");
+    }
+    assert_eq!(most.load(Ordering::SeqCst), LOOKUPS);
 }
 
 #[tokio::test]
@@ -429,7 +655,10 @@ async fn slow_and_large_heads_end() {
     let way = Way::to(allow);
     let mut stream = way.open().await;
     let slow = async {
-        for byte in b"GET http://good.test/ HTTP/1.1\r\nX: ".iter().chain([b'a'].iter().cycle()) {
+        for byte in b"GET http://good.test/ HTTP/1.1\r\nX: "
+            .iter()
+            .chain([b'a'].iter().cycle())
+        {
             if stream.write_all(&[*byte]).await.is_err() {
                 break;
             }
@@ -438,11 +667,17 @@ async fn slow_and_large_heads_end() {
     };
     timeout(Duration::from_secs(20), slow).await.unwrap();
     let request = way.only().await;
-    assert!(note(&request).contains("no whole request came"), "{request:?}");
+    assert!(
+        note(&request).contains("no whole request came"),
+        "{request:?}"
+    );
     // Nobody says anything at all.
     let mut silent = way.open().await;
     let mut end = Vec::new();
-    timeout(Duration::from_secs(20), silent.read_to_end(&mut end)).await.unwrap().unwrap();
+    timeout(Duration::from_secs(20), silent.read_to_end(&mut end))
+        .await
+        .unwrap()
+        .unwrap();
     way.traffic.take().await;
     for head in [
         format!("X: {}\r\n\r\n", "a".repeat(1 << 20)),
@@ -463,7 +698,10 @@ async fn connections_requests_and_bytes_are_bounded() {
     let mut allow = internal(silent.port);
     allow.limits.connections = 2;
     let way = Way::to(allow);
-    let get = format!("GET http://good.test:{p}/ HTTP/1.1\r\nHost: good.test:{p}\r\n\r\n", p = silent.port);
+    let get = format!(
+        "GET http://good.test:{p}/ HTTP/1.1\r\nHost: good.test:{p}\r\n\r\n",
+        p = silent.port
+    );
     let mut streams = Vec::new();
     for _ in 0..20 {
         let mut stream = way.open().await;
@@ -482,11 +720,16 @@ async fn connections_requests_and_bytes_are_bounded() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
     assert_eq!(silent.heard().len(), 3);
+    // So are those of all sandboxes together: their descriptors are the program's.
+    assert!(room() >= 1 && room() <= 16_384);
     // The end of the call ends them all.
     let requests = way.traffic.take().await;
     assert_eq!(requests.len(), 3, "{requests:?}");
     for request in &requests {
-        assert_eq!((request.verdict, note(request)), (Verdict::Failed, "the tool went away first"));
+        assert_eq!(
+            (request.verdict, note(request)),
+            (Verdict::Failed, "the tool went away first")
+        );
     }
     assert!(way.traffic.take().await.is_empty());
 
@@ -502,13 +745,22 @@ async fn connections_requests_and_bytes_are_bounded() {
     assert!(way.get(&url).await.starts_with("HTTP/1.1 429 "));
     let requests = way.traffic.take().await;
     assert_eq!(requests.len(), 4);
-    assert!(note(&requests[3]).starts_with("2 more requests"), "{requests:?}");
-    assert!(way.get(&url).await.ends_with("hello"), "the next call has its own");
+    assert!(
+        note(&requests[3]).starts_with("2 more requests"),
+        "{requests:?}"
+    );
+    assert!(
+        way.get(&url).await.ends_with("hello"),
+        "the next call has its own"
+    );
 
     let large: &'static [u8] = Box::leak(
-        [&b"HTTP/1.1 200 OK\r\ncontent-length: 300000\r\n\r\n"[..], &vec![b'x'; 300_000]]
-            .concat()
-            .into_boxed_slice(),
+        [
+            &b"HTTP/1.1 200 OK\r\ncontent-length: 300000\r\n\r\n"[..],
+            &vec![b'x'; 300_000],
+        ]
+        .concat()
+        .into_boxed_slice(),
     );
     let origin = Origin::start(large).await;
     let url = format!("http://good.test:{}/", origin.port);
@@ -518,7 +770,10 @@ async fn connections_requests_and_bytes_are_bounded() {
     assert!(way.get(&url).await.len() < 200_000);
     let request = way.only().await;
     assert_eq!(request.verdict, Verdict::Failed);
-    assert!(note(&request).contains("more than 100000 bytes in one request"), "{request:?}");
+    assert!(
+        note(&request).contains("more than 100000 bytes in one request"),
+        "{request:?}"
+    );
     allow.limits.request_bytes = 1 << 30;
     allow.limits.sandbox_bytes = 500_000;
     let way = Way::to(allow);
@@ -539,8 +794,14 @@ async fn silent_and_broken_servers_are_told_as_failures() {
         (&b""[..], "silent for"),
         (b"nonsense\r\n\r\n", "invalid HTTP version"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 10\r\n\r\nhello", ""),
-        (b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n", ""),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello", ""),
+        (
+            b"HTTP/1.1 101 Switching\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
+            "",
+        ),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+            "",
+        ),
     ] {
         let origin = Origin::start(answer).await;
         let mut allow = internal(origin.port);
@@ -551,10 +812,31 @@ async fn silent_and_broken_servers_are_told_as_failures() {
         assert_eq!(request.verdict, Verdict::Failed, "{said}{request:?}");
         assert!(note(&request).contains(why), "{request:?}");
     }
-    let closed = TcpListener::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap().port();
+    // A tool that breaks off, or breaks the rules, in the middle of its body.
+    let origin = Origin::start(OK).await;
+    let way = Way::to(internal(origin.port));
+    for body in ["3\r\nabc\r\nZZ\r\n", "-1\r\n", "ffffffffffffffff0\r\n"] {
+        let post = format!(
+            "POST http://good.test:{p}/ HTTP/1.1\r\nHost: good.test:{p}\r\nTransfer-Encoding: chunked\r\n\r\n{body}",
+            p = origin.port
+        );
+        let said = way.say(post.as_bytes()).await;
+        assert!(!said.contains("hello"), "{said}");
+        assert_eq!(way.only().await.verdict, Verdict::Failed, "{said}");
+    }
+    assert!(origin.heard().iter().all(|h| !h.ends_with("0\r\n\r\n")));
+    let closed = TcpListener::bind("127.0.0.1:0")
+        .await
+        .unwrap()
+        .local_addr()
+        .unwrap()
+        .port();
     let way = Way::to(internal(closed));
     let said = way.get(&format!("http://good.test:{closed}/")).await;
-    assert!(said.starts_with("HTTP/1.1 502 ") && said.contains("could not be reached"), "{said}");
+    assert!(
+        said.starts_with("HTTP/1.1 502 ") && said.contains("could not be reached"),
+        "{said}"
+    );
 }
 
 #[tokio::test]
@@ -569,39 +851,93 @@ async fn the_cache_gives_the_first_answer_for_ever() {
     let way = Way::to(allow.clone());
     let first = way.get(&url).await;
     let request = way.only().await;
-    assert_eq!((request.verdict, request.cache, request.note), (Verdict::Allowed, Some(CacheUse::Miss), None));
+    assert_eq!(
+        (request.verdict, request.cache, request.note),
+        (Verdict::Allowed, Some(CacheUse::Miss), None)
+    );
     let second = way.get(&url).await;
     assert_eq!(first, second);
     let request = way.only().await;
-    assert_eq!((request.verdict, request.cache, request.received_bytes), (Verdict::Allowed, Some(CacheUse::Hit), 5));
+    assert_eq!(
+        (request.verdict, request.cache, request.received_bytes),
+        (Verdict::Allowed, Some(CacheUse::Hit), 5)
+    );
     assert_eq!(origin.heard().len(), 1);
     // Other requests do not get this answer.
     let other = format!("GET {url} HTTP/1.1\r\nHost: good.test:{port}\r\nAuthorization: a\r\n\r\n");
     way.say(other.as_bytes()).await;
-    way.say(format!("POST {url} HTTP/1.1\r\nHost: good.test:{port}\r\nContent-Length: 0\r\n\r\n").as_bytes()).await;
+    way.say(
+        format!("POST {url} HTTP/1.1\r\nHost: good.test:{port}\r\nContent-Length: 0\r\n\r\n")
+            .as_bytes(),
+    )
+    .await;
     way.get(&format!("{url}?y")).await;
     assert_eq!(origin.heard().len(), 4);
     assert_eq!(
-        way.traffic.take().await.iter().map(|r| r.cache).collect::<Vec<_>>(),
+        way.traffic
+            .take()
+            .await
+            .iter()
+            .map(|r| r.cache)
+            .collect::<Vec<_>>(),
         [Some(CacheUse::Miss), None, Some(CacheUse::Miss)]
     );
+    // Conditions are left out: a whole answer comes, and can be kept.
+    let conditional = format!(
+        "GET {url} HTTP/1.1\r\nHost: good.test:{port}\r\nIf-None-Match: x\r\nCache-Control: no-cache\r\n\r\n"
+    );
+    assert_eq!(way.say(conditional.as_bytes()).await, first);
+    assert_eq!(way.only().await.cache, Some(CacheUse::Hit));
+    // A damaged answer is fetched again, and says so.
+    for shelf in std::fs::read_dir(path.join("bodies")).unwrap() {
+        for body in std::fs::read_dir(shelf.unwrap().path()).unwrap() {
+            std::fs::write(body.unwrap().path(), "other").unwrap();
+        }
+    }
+    assert_eq!(way.get(&url).await, first);
+    let request = way.only().await;
+    assert!(note(&request).contains("damaged"), "{request:?}");
+    assert_eq!(
+        (way.get(&url).await, way.only().await.cache),
+        (first.clone(), Some(CacheUse::Hit))
+    );
+    assert_eq!(origin.heard().len(), 5);
     // What is not listed is not given out either.
     let mut stricter = list(&["other.test".into()]);
     stricter.cache = Some(path.clone());
-    assert!(Way::to(stricter).get(&url).await.starts_with("HTTP/1.1 403 "));
+    assert!(
+        Way::to(stricter)
+            .get(&url)
+            .await
+            .starts_with("HTTP/1.1 403 ")
+    );
 
     // A replay: names are not even resolved.
     allow.only_cache = true;
-    let replay = Way::with(allow.clone(), Box::new(|_, _| Err(io::Error::other("asked"))));
+    let replay = Way::with(
+        allow.clone(),
+        Box::new(|_, _| Err(io::Error::other("asked"))),
+    );
     assert_eq!(replay.get(&url).await, first);
     assert_eq!(replay.only().await.cache, Some(CacheUse::Hit));
     let said = replay.get(&format!("{url}/other")).await;
-    assert!(said.starts_with("HTTP/1.1 504 ") && said.contains("it has no answer"), "{said}");
+    assert!(
+        said.starts_with("HTTP/1.1 504 ") && said.contains("it has no answer"),
+        "{said}"
+    );
     let request = replay.only().await;
-    assert_eq!((request.verdict, request.cache), (Verdict::Refused, Some(CacheUse::Miss)));
+    assert_eq!(
+        (request.verdict, request.cache),
+        (Verdict::Refused, Some(CacheUse::Miss))
+    );
     let tunnel = format!("CONNECT good.test:{port} HTTP/1.1\r\n\r\n");
-    assert!(replay.say(tunnel.as_bytes()).await.starts_with("HTTP/1.1 403 "));
-    assert_eq!(origin.heard().len(), 4);
+    assert!(
+        replay
+            .say(tunnel.as_bytes())
+            .await
+            .starts_with("HTTP/1.1 403 ")
+    );
+    assert_eq!(origin.heard().len(), 5);
     let network = Network::Allow(allow);
     assert!(network.row().unwrap().how.contains("nothing goes out"));
 
@@ -614,7 +950,12 @@ async fn the_cache_gives_the_first_answer_for_ever() {
         way.get(&format!("http://good.test:{}/", broken.port)).await;
     }
     assert_eq!(broken.heard().len(), 2);
-    assert!(!std::fs::read_dir(&path).unwrap().any(|e| e.unwrap().file_name().to_string_lossy().starts_with("unfinished")));
+    assert!(!std::fs::read_dir(&path).unwrap().any(|e| {
+        e.unwrap()
+            .file_name()
+            .to_string_lossy()
+            .starts_with("unfinished")
+    }));
 }
 
 #[tokio::test]
@@ -626,7 +967,10 @@ async fn unix_sockets_serve_as_well_and_a_dropped_network_closes() {
     let proxy = Proxy::with_resolver(internal(origin.port), resolve).unwrap();
     let traffic = proxy.serve(UnixListener::bind(&path).unwrap());
     let mut stream = tokio::net::UnixStream::connect(&path).await.unwrap();
-    let get = format!("GET http://good.test:{p}/ HTTP/1.1\r\nHost: good.test:{p}\r\n\r\n", p = origin.port);
+    let get = format!(
+        "GET http://good.test:{p}/ HTTP/1.1\r\nHost: good.test:{p}\r\n\r\n",
+        p = origin.port
+    );
     stream.write_all(get.as_bytes()).await.unwrap();
     let mut answer = String::new();
     stream.read_to_string(&mut answer).await.unwrap();
