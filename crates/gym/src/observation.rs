@@ -128,6 +128,7 @@ mod tests {
             oom_kills: 0,
             survivors: false,
             files_changed: Vec::new(),
+            network: Vec::new(),
             state_lost: false,
         }
     }

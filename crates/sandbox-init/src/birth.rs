@@ -142,7 +142,7 @@ fn live(
         Err(failure) => Err((raw, failure)),
     };
     match settled {
-        Ok(inside) => pid1::serve(&inside),
+        Ok(inside) => pid1::serve(inside),
         Err((socket, failure)) => {
             let reply = Reply::Broken {
                 step: failure.step,
@@ -172,7 +172,7 @@ fn settle<'a>(
         Mode::Root => 0,
         Mode::User => TOOL_ID,
     };
-    let counts = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
+    let (counts, listener) = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
     let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     let stack = sys::Stack::new().at("stack").map_err(|f| (raw, f))?;
@@ -185,10 +185,18 @@ fn settle<'a>(
         stack,
         start,
         own_id,
+        listener,
     })
 }
 
-fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<Counts, Failure> {
+/// Shuts the process in; returns the counters, and the socket at which the program outside takes connections, if there
+/// is a network.
+fn confine(
+    start: &Start,
+    filter: &[u8],
+    mode: Mode,
+    own_id: u32,
+) -> Result<(Counts, Option<OwnedFd>), Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
     mounts(start, own_id)?;
@@ -196,6 +204,12 @@ fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<Coun
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
     sys::loopback_up().at("loopback")?;
+    // Made before anything of the agent's runs, so that nothing inside can take its place.
+    let listener = start
+        .network
+        .map(sys::listen_on_loopback)
+        .transpose()
+        .at("listening socket of the network")?;
     // SAFETY: no memory is involved.
     unsafe { libc::umask(0o022) };
     std::env::set_current_dir("/work").at("/work")?;
@@ -205,7 +219,7 @@ fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<Coun
     sys::prctl(libc::PR_SET_DUMPABLE, 0, 0).at("dumpable")?;
     sys::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0).at("no_new_privs")?;
     sys::install_filter(filter).at("system call filter")?;
-    Ok(counts)
+    Ok((counts, listener))
 }
 
 /// One tmpfs carries every place that can be written, so that its size bounds them together.

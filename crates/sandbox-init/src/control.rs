@@ -82,6 +82,10 @@ pub struct Start {
     pub env: Vec<String>,
     /// False to do without control groups even where the host grants them (a probe of the weaker mode).
     pub cgroups: bool,
+    /// The port of each sandbox's own loopback at which the program outside shall take its connections; none for no
+    /// network at all.
+    #[serde(default)]
+    pub network: Option<u16>,
 }
 
 /// What the program asks of a started helper.

@@ -232,7 +232,8 @@ pub struct Called {
 /// What PID 1 answers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// Said once, unasked, when the sandbox is set up.
+    /// Said once, unasked, when the sandbox is set up. Where a network was asked for and the stream is a unix socket, a
+    /// listening TCP socket of the sandbox's loopback comes with the first byte.
     Ready,
     /// A call's result.
     Called(Box<Called>),

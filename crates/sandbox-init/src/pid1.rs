@@ -30,6 +30,8 @@ pub struct Inside<'a> {
     pub start: &'a Start,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,
+    /// Goes to the program outside with the greeting; PID 1 keeps no copy.
+    pub listener: Option<OwnedFd>,
 }
 
 impl Inside<'_> {
@@ -39,18 +41,26 @@ impl Inside<'_> {
 }
 
 /// Serves until the socket closes.
-pub fn serve(inside: &Inside<'_>) -> ! {
+pub fn serve(mut inside: Inside<'_>) -> ! {
+    let listener = inside.listener.take();
     let code = match inside.socket.try_clone() {
-        Ok(socket) => i32::from(talk(inside, File::from(socket)).is_err()),
+        Ok(socket) => i32::from(talk(&inside, listener, File::from(socket)).is_err()),
         Err(_) => 1,
     };
     sys::exit(code)
 }
 
-fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
+fn talk(inside: &Inside<'_>, listener: Option<OwnedFd>, mut socket: File) -> std::io::Result<()> {
     let mut index = Index::default();
     index.look();
-    frame::write(&mut socket, &Reply::Ready, &[])?;
+    match listener {
+        Some(listener) => sys::send(
+            inside.socket(),
+            &frame::encode(&Reply::Ready, 0)?,
+            Some(listener.as_raw_fd()),
+        )?,
+        None => frame::write(&mut socket, &Reply::Ready, &[])?,
+    }
     while let Some((request, body)) = frame::read::<Request>(&mut socket, MAX_BODY)? {
         let mut out = Vec::new();
         let reply = match request {

@@ -548,6 +548,34 @@ pub fn loopback_up() -> io::Result<()> {
     .map(drop)
 }
 
+/// A TCP socket that listens on loopback. It belongs to this network namespace for good, whoever holds it later.
+pub fn listen_on_loopback(port: u16) -> io::Result<OwnedFd> {
+    const BACKLOG: c_int = 128;
+    // SAFETY: no memory is involved.
+    let socket = fd(c_long::from(unsafe {
+        libc::socket(libc::AF_INET, libc::SOCK_STREAM | libc::SOCK_CLOEXEC, 0)
+    }))?;
+    let address = libc::sockaddr_in {
+        sin_family: libc::AF_INET as libc::sa_family_t,
+        sin_port: port.to_be(),
+        sin_addr: libc::in_addr {
+            s_addr: u32::from(std::net::Ipv4Addr::LOCALHOST).to_be(),
+        },
+        sin_zero: [0; 8],
+    };
+    // SAFETY: the address outlives the call, the size is its own.
+    check(unsafe {
+        libc::bind(
+            socket.as_raw_fd(),
+            (&raw const address).cast(),
+            size_of_val(&address) as libc::socklen_t,
+        )
+    })?;
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::listen(socket.as_raw_fd(), BACKLOG) })?;
+    Ok(socket)
+}
+
 /// Room for one descriptor beside a packet.
 #[repr(align(8))]
 struct Room([u8; 24]);

@@ -5,7 +5,7 @@ use std::pin::Pin;
 
 use tokio::io::{AsyncRead, AsyncWrite};
 
-use crate::{ImageReport, LimitsReport, SandboxError};
+use crate::{ImageReport, LimitsReport, NetworkRequest, SandboxError};
 
 /// A future that can be kept in a trait object.
 pub type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
@@ -38,6 +38,10 @@ pub trait Cell: Send + Sync {
     /// room for that.
     fn relax(&mut self) -> Boxed<'_, ()> {
         Box::pin(std::future::ready(()))
+    }
+    /// To be asked when a call has ended: what it asked of the network. Nothing where there is none.
+    fn traffic(&mut self) -> Boxed<'_, Vec<NetworkRequest>> {
+        Box::pin(async { Vec::new() })
     }
     /// Kills every process and takes away what the sandbox held; comes back when it is gone.
     fn destroy(self: Box<Self>) -> Boxed<'static, Autopsy>;

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use drillyard_sandbox_init::frame::{Span, put};
 use drillyard_sandbox_init::init::{Called, Change, End, Kind, What};
 
-use crate::{Limits, SandboxError};
+use crate::{Limits, NetworkRequest, SandboxError};
 
 /// So much memory a call must find free, where the limit is not small: less, and the sandbox counts as unusable.
 const LEAST_MEMORY: u64 = 64 << 20;
@@ -232,6 +232,8 @@ pub struct CallResult {
     pub survivors: bool,
     /// What changed among the files, sorted by path.
     pub files_changed: Vec<ChangedFile>,
+    /// What the call asked of the network, in order.
+    pub network: Vec<NetworkRequest>,
     /// True where `files_changed` is not enough to bring the files to this state again.
     pub state_lost: bool,
     /// Limits that the call came near to; see [`Limits::warn_at`].
@@ -330,6 +332,7 @@ impl CallResult {
             oom_kills: called.oom_kills,
             survivors: called.survivors,
             files_changed,
+            network: Vec::new(),
             state_lost: called.state_lost,
             warnings,
             unusable,

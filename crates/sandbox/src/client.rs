@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -300,12 +300,16 @@ fn read_events(shared: &Shared) {
     waiting.measured.clear();
 }
 
-fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Option<OwnedFd>)>> {
+/// Reads once, with the descriptor that comes along, if one does.
+pub fn receive_passed(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let n = loop {
         match recvmsg(
-            socket,
+            &socket,
             &mut [IoSliceMut::new(buffer)],
             &mut ancillary,
             RecvFlags::CMSG_CLOEXEC,
@@ -315,13 +319,18 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Opt
             Err(error) => return Err(error.into()),
         }
     };
-    if n == 0 {
-        return Ok(None);
-    }
     let passed = ancillary.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
+    Ok((n, passed))
+}
+
+fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Option<OwnedFd>)>> {
+    let (n, passed) = receive_passed(socket, buffer)?;
+    if n == 0 {
+        return Ok(None);
+    }
     let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
     let prefix = buffer[..n]
         .first_chunk::<{ frame::PREFIX }>()

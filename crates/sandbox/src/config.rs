@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use camino::Utf8PathBuf;
 
+use crate::Network;
+
 /// The root file system of sandboxes.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum Image {
@@ -80,6 +82,8 @@ pub struct SandboxConfig {
     /// How many times over memory may be promised to leased sandboxes, from 1 to 2. Promised is what they are expected
     /// to use: their memory limit, until measurements show what they do use. See [`crate::Policy`].
     pub oversubscription: f64,
+    /// What sandboxes may reach.
+    pub network: Network,
 }
 
 impl Default for SandboxConfig {
@@ -93,6 +97,7 @@ impl Default for SandboxConfig {
             helpers_dir: None,
             control_groups: true,
             oversubscription: 2.0,
+            network: Network::None,
         }
     }
 }

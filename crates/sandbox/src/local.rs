@@ -1,18 +1,23 @@
 //! The `local` backend: sandboxes of kernel namespaces on this machine, made by the helper.
 
+use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
 
-use tokio::net::UnixStream;
+use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
+use tokio::net::{TcpListener, UnixStream};
 
 use drillyard_sandbox_init::control::{LimitSpec, Start};
 use drillyard_sandbox_init::frame;
 
-use crate::client::Client;
+use crate::client::{self, Client};
 use crate::{
-    Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream,
+    Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, NetworkRequest, Proxy, SandboxConfig,
+    SandboxError, Stream, Traffic,
 };
-use crate::{filter, host};
+use crate::{filter, host, network};
 
 /// Numbers the helpers of this program.
 static HELPERS: AtomicU64 = AtomicU64::new(0);
@@ -21,13 +26,20 @@ pub struct Local {
     client: Arc<Client>,
     limits: LimitsReport,
     image: ImageReport,
+    proxy: Option<Arc<Proxy>>,
 }
 
 impl Local {
     pub async fn start(config: &SandboxConfig) -> Result<Self, SandboxError> {
         let limits = spec(config)?;
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
-        let root = host::root(&helpers, &config.host_paths)?;
+        let mut root = host::root(&helpers, &config.host_paths)?;
+        root.env.extend(config.network.env());
+        let proxy = config
+            .network
+            .allow_list()
+            .map(|list| Proxy::new(list.clone()))
+            .transpose()?;
         let mut body = Vec::new();
         let program = filter::program().map_err(|message| SandboxError::Create {
             step: "system call filter".into(),
@@ -44,6 +56,7 @@ impl Local {
             shell: root.shell,
             env: root.env,
             cgroups: config.control_groups,
+            network: proxy.as_ref().map(|_| network::PORT),
         };
         let helper = helpers.join(host::INIT);
         let (client, started) =
@@ -56,14 +69,20 @@ impl Local {
                 "removed control groups that an earlier program left"
             );
         }
+        let mut rows = started.limits;
+        if let Some(row) = config.network.row() {
+            rows.retain(|r| r.limit != row.limit);
+            rows.push(row);
+        }
         Ok(Self {
             client: Arc::new(client),
             limits: LimitsReport {
                 backend: "local".into(),
                 mode: started.mode,
-                rows: started.limits,
+                rows,
             },
             image: root.report,
+            proxy,
         })
     }
 }
@@ -96,7 +115,11 @@ impl Backend for Local {
             };
             let socket = std::os::unix::net::UnixStream::from(socket);
             socket.set_nonblocking(true)?;
-            cell.stream = Some(UnixStream::from_std(socket)?);
+            cell.stream = Some(Pipe {
+                stream: UnixStream::from_std(socket)?,
+                proxy: self.proxy.clone(),
+                traffic: None,
+            });
             Ok(Box::new(cell) as Box<dyn Cell>)
         })
     }
@@ -106,7 +129,7 @@ struct LocalCell {
     id: u64,
     client: Arc<Client>,
     /// There from creation on.
-    stream: Option<UnixStream>,
+    stream: Option<Pipe>,
     gone: bool,
 }
 
@@ -119,8 +142,20 @@ impl Cell for LocalCell {
         Box::pin(self.client.relax(self.id))
     }
 
+    fn traffic(&mut self) -> Boxed<'_, Vec<NetworkRequest>> {
+        Box::pin(async {
+            match self.stream.as_ref().and_then(|s| s.traffic.as_ref()) {
+                Some(traffic) => traffic.take().await,
+                None => Vec::new(),
+            }
+        })
+    }
+
     fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
         Box::pin(async move {
+            if let Some(traffic) = self.stream.as_mut().and_then(|s| s.traffic.take()) {
+                traffic.close().await;
+            }
             let autopsy = self.client.destroy(self.id).await;
             self.gone = true;
             autopsy
@@ -134,6 +169,65 @@ impl Drop for LocalCell {
             self.client.forget(self.id);
             self.client.kill(self.id);
         }
+    }
+}
+
+/// The stream to PID 1. Where there is a network, a listening socket of the sandbox's own loopback comes with the first
+/// bytes of it: whoever connects to that socket is this sandbox.
+struct Pipe {
+    stream: UnixStream,
+    /// While the listening socket is still to come.
+    proxy: Option<Arc<Proxy>>,
+    traffic: Option<Traffic>,
+}
+
+impl AsyncRead for Pipe {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let Some(proxy) = self.proxy.clone() else {
+            return Pin::new(&mut self.stream).poll_read(cx, buffer);
+        };
+        loop {
+            ready!(self.stream.poll_read_ready(cx))?;
+            let received = self.stream.try_io(Interest::READABLE, || {
+                client::receive_passed(&self.stream, buffer.initialize_unfilled())
+            });
+            match received {
+                Ok((n, passed)) => {
+                    buffer.advance(n);
+                    self.proxy = None;
+                    if let Some(listener) = passed {
+                        let listener = std::net::TcpListener::from(listener);
+                        listener.set_nonblocking(true)?;
+                        self.traffic = Some(proxy.serve(TcpListener::from_std(listener)?));
+                    }
+                    return Poll::Ready(Ok(()));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(error)),
+            }
+        }
+    }
+}
+
+impl AsyncWrite for Pipe {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, bytes)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 

@@ -8,7 +8,10 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
 
 use crate::call::most_memory;
-use crate::{Autopsy, Call, CallResult, Cell, ChangedFile, Pool, SandboxError, Setup, Snapshot};
+use crate::{
+    Autopsy, Call, CallResult, Cell, ChangedFile, NetworkRequest, Pool, SandboxError, Setup,
+    Snapshot,
+};
 
 /// What PID 1 may need beyond a call's clock: killing a large tree, hashing what changed, sending it.
 const SLACK: Duration = Duration::from_secs(20);
@@ -35,6 +38,8 @@ pub struct Sandbox {
     asking: bool,
     /// Its last call left it so that another one would suffer.
     unusable: bool,
+    /// What the last call asked of the network, until its result is made.
+    network: Vec<NetworkRequest>,
 }
 
 impl std::fmt::Debug for Sandbox {
@@ -54,6 +59,7 @@ impl Sandbox {
             leased: Instant::now(),
             asking: false,
             unusable: false,
+            network: Vec::new(),
         }
     }
 
@@ -89,20 +95,24 @@ impl Sandbox {
             timeout_us: timeout.as_micros() as u64,
         };
         let started = Instant::now();
-        match self.ask(&request, &body, max_body, timeout + SLACK).await {
+        let answer = self.ask(&request, &body, max_body, timeout + SLACK).await;
+        let network = std::mem::take(&mut self.network);
+        let mut result = match answer {
             Ok((Reply::Called(called), body)) => {
                 let peak = most_memory(&called);
-                let result = CallResult::of(*called, &body, self.pool.configured())?;
+                let result = CallResult::of(*called, &body, self.pool.configured());
                 self.pool.note_use(peak);
-                self.unusable = result.unusable.is_some();
-                Ok(result)
+                self.unusable = result.as_ref().is_ok_and(|r| r.unusable.is_some());
+                result
             }
             Ok((other, _)) => Err(unexpected(&other)),
             Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
                 CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
             ),
             Err((error, _)) => Err(error),
-        }
+        }?;
+        result.network = network;
+        Ok(result)
     }
 
     /// Copies every file out.
@@ -224,6 +234,7 @@ impl Sandbox {
         };
         self.asking = true;
         let answer = exchange(cell, request, body, max_body, patience).await;
+        self.network = cell.traffic().await;
         self.asking = false;
         match answer {
             Ok(answer) => Ok(answer),
