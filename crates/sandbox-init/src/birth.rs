@@ -29,14 +29,14 @@ pub const TOOL_ID: u32 = 1000;
 
 const CAP_CHOWN: u64 = 1 << 0;
 const CAP_DAC_OVERRIDE: u64 = 1 << 1;
-const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
+pub const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
 const CAP_FOWNER: u64 = 1 << 3;
 const CAP_KILL: u64 = 1 << 5;
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
 /// What PID 1 keeps to do its work, within its user namespace: start tools as another user, end them, and see to
 /// their files whatever the mode.
-const KEPT: u64 = CAP_CHOWN
+pub const KEPT: u64 = CAP_CHOWN
     | CAP_DAC_OVERRIDE
     | CAP_DAC_READ_SEARCH
     | CAP_FOWNER
@@ -167,11 +167,13 @@ fn settle<'a>(
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     Ok(Inside {
         socket,
+        replies: None,
         signals,
         meter,
         rules,
         start,
         own_id,
+        shares_ids: false,
     })
 }
 

@@ -217,7 +217,7 @@ fn call(
     let (out_read, out_write) = sys::pipe()?;
     let (err_read, err_write) = sys::pipe()?;
     let (side_read, side_write) = sys::pipe()?;
-    inside.meter.reset_peak();
+    let anew = inside.meter.reset_peak();
     let before = inside.meter.read();
     let started = Instant::now();
     let first = match sys::fork()? {
@@ -312,14 +312,11 @@ fn call(
         stderr.total = stderr.kept.len() as u64;
         exit_code = Some(if missing { 127 } else { 126 });
     }
-    let disk_full = sys::openat(
-        libc::AT_FDCWD,
-        c"/work",
-        libc::O_RDONLY | libc::O_DIRECTORY,
-        0,
-    )
-    .and_then(|d| sys::free_space(d.as_raw_fd()))
-    .is_ok_and(|(bytes, files)| bytes < 16 << 10 || files == 0);
+    let disk_full = [c"/work", c"/tmp", c"/dev/shm"].into_iter().any(|place| {
+        sys::openat(libc::AT_FDCWD, place, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+            .and_then(|d| sys::free_space(d.as_raw_fd()))
+            .is_ok_and(|(bytes, files)| bytes < 16 << 10 || files == 0)
+    });
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
     let (changes, state_lost) = index.changes(out);
@@ -339,7 +336,10 @@ fn call(
             .zip(before.cpu_us)
             .map(|(a, b)| a.saturating_sub(b)),
         peak_process_bytes: used.peak_bytes,
-        peak_cgroup_bytes: after.peak_bytes,
+        // A peak that cannot start anew is this call's where this call raised it.
+        peak_cgroup_bytes: after
+            .peak_bytes
+            .filter(|peak| anew || Some(*peak) != before.peak_bytes),
         read_bytes: used.read_bytes,
         written_bytes: used.written_bytes,
         oom_kills: after.oom_kills.saturating_sub(before.oom_kills),
@@ -456,14 +456,16 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
         sys::check(unsafe { libc::fcntl(3, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         sys::close_from(4)?;
         sys::reset_signals();
-        if inside.meter.oom.is_some() {
+        if inside.meter.oom.is_some() || inside.shares_ids {
             // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
             // nothing else runs in the sandbox now, and executing a program makes it so anyway.
             let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
             let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
             let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
         }
-        sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
+        if !inside.shares_ids {
+            sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
+        }
         sys::setrlimit(libc::RLIMIT_NOFILE, start.limits.open_files)?;
         // Above the disk's size, so that a full disk says so; only files that are large by their holes meet it.
         sys::setrlimit(libc::RLIMIT_FSIZE, 2 * start.limits.disk_bytes)?;

@@ -18,6 +18,8 @@ const MAX_BODY: u64 = 1 << 31;
 pub struct Inside<'a> {
     /// To the program outside.
     pub socket: OwnedFd,
+    /// Where replies go when `socket` carries requests only.
+    pub replies: Option<OwnedFd>,
     /// Readable when a child ended.
     pub signals: OwnedFd,
     pub meter: Meter,
@@ -26,6 +28,8 @@ pub struct Inside<'a> {
     pub start: &'a Start,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,
+    /// The tools' id is in use outside this sandbox too, so that limits the kernel counts by id would count strangers.
+    pub shares_ids: bool,
 }
 
 impl Inside<'_> {
@@ -36,18 +40,22 @@ impl Inside<'_> {
 
 /// Serves until the socket closes.
 pub fn serve(inside: &Inside<'_>) -> ! {
-    let code = match inside.socket.try_clone() {
-        Ok(socket) => i32::from(talk(inside, File::from(socket)).is_err()),
+    let ends = inside.socket.try_clone().and_then(|requests| {
+        let replies = inside.replies.as_ref().unwrap_or(&inside.socket);
+        Ok((File::from(requests), File::from(replies.try_clone()?)))
+    });
+    let code = match ends {
+        Ok((requests, replies)) => i32::from(talk(inside, requests, replies).is_err()),
         Err(_) => 1,
     };
     sys::exit(code)
 }
 
-fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
+fn talk(inside: &Inside<'_>, mut requests: File, mut replies: File) -> std::io::Result<()> {
     let mut index = Index::default();
     index.look();
-    frame::write(&mut socket, &Reply::Ready, &[])?;
-    while let Some((request, body)) = frame::read::<Request>(&mut socket, MAX_BODY)? {
+    frame::write(&mut replies, &Reply::Ready, &[])?;
+    while let Some((request, body)) = frame::read::<Request>(&mut requests, MAX_BODY)? {
         let mut out = Vec::new();
         let reply = match request {
             Request::Call { what, timeout_us } => {
@@ -67,7 +75,7 @@ fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
                 Err(message) => Reply::Refused { message },
             },
         };
-        frame::write(&mut socket, &reply, &out)?;
+        frame::write(&mut replies, &reply, &out)?;
     }
     Ok(())
 }

@@ -24,6 +24,10 @@ pub trait Backend: Send + Sync {
     fn image(&self) -> &ImageReport;
     /// Makes a sandbox; its PID 1 says [`drillyard_sandbox_init::init::Reply::Ready`] on the stream when it is set up.
     fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>>;
+    /// The error of a sandbox whose [`Autopsy`] says that the backend is gone, given how the sandbox's end was noticed.
+    fn gone(&self, _cause: String) -> SandboxError {
+        SandboxError::HelperGone
+    }
 }
 
 /// One sandbox, as its backend knows it. Dropping it kills it without waiting.
@@ -41,4 +45,6 @@ pub struct Autopsy {
     pub signal: Option<i32>,
     /// Processes killed for want of memory over the sandbox's life.
     pub oom_kills: u64,
+    /// What made the sandbox, the helper or a container engine, is gone too.
+    pub backend_gone: bool,
 }

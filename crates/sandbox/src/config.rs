@@ -10,6 +10,13 @@ pub enum Image {
     /// The host's own programs and libraries, read-only, from an allow-list of paths (`/usr` and what belongs to it).
     #[default]
     Host,
+    /// A root file system unpacked in a directory.
+    RootFs {
+        /// Where it lies.
+        dir: Utf8PathBuf,
+        /// What identifies its content.
+        digest: String,
+    },
 }
 
 /// Limits of each sandbox. [`crate::LimitsReport`] tells which of them hold on a host.
@@ -56,7 +63,7 @@ impl Default for Limits {
 /// A pool's configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SandboxConfig {
-    /// The kind of sandbox: `local`.
+    /// The kind of sandbox: `local` or `docker`.
     pub backend: String,
     /// The root file system.
     pub image: Image,
@@ -71,6 +78,9 @@ pub struct SandboxConfig {
     /// False to do without control groups even where the host grants them: then memory is limited for each process
     /// alone and processor time not at all, as for an ordinary user without delegated groups.
     pub control_groups: bool,
+    /// Of `docker`: the container engine's address, as DOCKER_HOST would give it; by default DOCKER_HOST, or one of the
+    /// usual sockets of Docker and Podman. TLS is set up by DOCKER_TLS_VERIFY and DOCKER_CERT_PATH.
+    pub engine: Option<String>,
 }
 
 impl Default for SandboxConfig {
@@ -83,6 +93,7 @@ impl Default for SandboxConfig {
             pool_size: 8,
             helpers_dir: None,
             control_groups: true,
+            engine: None,
         }
     }
 }

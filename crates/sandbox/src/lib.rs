@@ -39,6 +39,7 @@ mod backend;
 mod call;
 mod client;
 mod config;
+mod docker;
 mod error;
 mod filter;
 mod host;

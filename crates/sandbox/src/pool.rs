@@ -8,6 +8,7 @@ use std::time::Duration;
 use drillyard_sandbox_init::frame::put;
 use drillyard_sandbox_init::init::{Entry, Kind, Reply, Request};
 
+use crate::docker::Docker;
 use crate::local::Local;
 use crate::sandbox::{Contents, exchange, receive};
 use crate::{
@@ -85,10 +86,11 @@ impl Pool {
     pub async fn start(config: SandboxConfig) -> Result<Self, SandboxError> {
         let backend: Box<dyn Backend> = match config.backend.as_str() {
             "local" => Box::new(Local::start(&config).await?),
+            "docker" => Box::new(Docker::start(&config).await?),
             other => {
                 return Err(SandboxError::Config {
                     field: "backend",
-                    message: format!("unknown backend '{other}'; there is: local"),
+                    message: format!("unknown backend '{other}'; there are: local, docker"),
                 });
             }
         };
@@ -161,6 +163,11 @@ impl Pool {
         let cell = self.fresh(&contents).await?;
         self.inner.live.fetch_add(1, Ordering::Relaxed);
         Ok(Sandbox::new(self.clone(), cell, contents))
+    }
+
+    /// The error of a sandbox that was lost together with what made it.
+    pub(crate) fn backend_gone(&self, cause: String) -> SandboxError {
+        self.inner.backend.gone(cause)
     }
 
     pub(crate) fn returned(&self) {

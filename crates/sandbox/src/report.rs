@@ -9,7 +9,7 @@ use drillyard_sandbox_init::control::{Holds, LimitRow};
 /// Which limit holds here, and how.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitsReport {
-    /// `local`.
+    /// `local` or `docker`.
     pub backend: String,
     /// `root` or `user`: whose privileges the sandboxes are made with.
     pub mode: String,
