@@ -30,14 +30,14 @@ pub const TOOL_ID: u32 = 1000;
 
 const CAP_CHOWN: u64 = 1 << 0;
 const CAP_DAC_OVERRIDE: u64 = 1 << 1;
-const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
+pub const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
 const CAP_FOWNER: u64 = 1 << 3;
 const CAP_KILL: u64 = 1 << 5;
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
 /// What PID 1 keeps to do its work, within its user namespace: start tools as another user, end them, and see to
 /// their files whatever the mode.
-const KEPT: u64 = CAP_CHOWN
+pub const KEPT: u64 = CAP_CHOWN
     | CAP_DAC_OVERRIDE
     | CAP_DAC_READ_SEARCH
     | CAP_FOWNER
@@ -178,6 +178,7 @@ fn settle<'a>(
     let stack = sys::Stack::new().at("stack").map_err(|f| (raw, f))?;
     Ok(Inside {
         socket,
+        replies: None,
         signals,
         meter,
         counts,
@@ -186,6 +187,7 @@ fn settle<'a>(
         start,
         own_id,
         listener,
+        shares_ids: false,
     })
 }
 

@@ -339,16 +339,18 @@ fn call(
         stderr.total = stderr.kept.len() as u64;
         exit_code = Some(if missing { 127 } else { 126 });
     }
-    let disk = sys::openat(
-        libc::AT_FDCWD,
-        c"/work",
-        libc::O_RDONLY | libc::O_DIRECTORY,
-        0,
-    )
-    .and_then(|d| sys::space(d.as_raw_fd()));
+    // The fullest of the places, where they are not one.
+    let disk = [c"/work", c"/tmp", c"/dev/shm"]
+        .into_iter()
+        .filter_map(|place| {
+            sys::openat(libc::AT_FDCWD, place, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+                .and_then(|d| sys::space(d.as_raw_fd()))
+                .ok()
+        })
+        .min_by_key(|d| (d.free_bytes, d.free_files));
     let disk_full = disk
         .as_ref()
-        .is_ok_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);
+        .is_some_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);
     let piped = stdout.total + stderr.total;
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
@@ -537,14 +539,16 @@ fn child(
         sys::check(unsafe { libc::fcntl(3, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         sys::close_from(4)?;
         sys::reset_signals();
-        if inside.meter.oom.is_some() {
+        if inside.meter.oom.is_some() || inside.shares_ids {
             // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
             // nothing else runs in the sandbox now, and executing a program makes it so anyway.
             let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
             let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
             let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
         }
-        sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
+        if !inside.shares_ids {
+            sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
+        }
         sys::setrlimit(libc::RLIMIT_NOFILE, start.limits.open_files)?;
         // Above the disk's size, so that a full disk says so; only files that are large by their holes meet it.
         sys::setrlimit(libc::RLIMIT_FSIZE, 2 * start.limits.disk_bytes)?;

@@ -103,11 +103,11 @@ pub struct AtRest {
 }
 
 impl Meter {
-    /// Starts the peak anew.
-    pub fn reset_peak(&self) {
-        if let Some(fd) = &self.peak {
-            let _ = sys::write_all(fd.as_raw_fd(), b"0\n");
-        }
+    /// Starts the peak anew; false where that cannot be done.
+    pub fn reset_peak(&self) -> bool {
+        self.peak
+            .as_ref()
+            .is_some_and(|fd| sys::write_all(fd.as_raw_fd(), b"0\n").is_ok())
     }
 
     /// The peak between two readings. Version 2 before Linux 6.12 cannot start it anew: then it is known only where it

@@ -88,6 +88,77 @@ pub struct Start {
     pub network: Option<u16>,
 }
 
+/// What PID 1 of a container needs to know: the first message it gets. It answers with a [`Greeting`], then serves as any
+/// other PID 1 does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Contained {
+    /// The limits. The container engine was asked to set those that only it can.
+    pub limits: LimitSpec,
+    /// The system call filter: an array of `struct sock_filter`, in the frame's body.
+    pub filter: Span,
+    /// The shell of shell calls, absolute inside.
+    pub shell: String,
+    /// The environment of every tool, as `NAME=value`.
+    pub env: Vec<String>,
+    /// Files that must be the very ones the program sees.
+    pub witnesses: Vec<Witness>,
+}
+
+/// A file that tells whether the engine binds the paths of the program's host, or those of another machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Witness {
+    /// Where it appears, absolute.
+    pub inside: String,
+    /// Its device's number.
+    pub device: u64,
+    /// Its inode's number.
+    pub inode: u64,
+}
+
+/// What PID 1 of a container answers first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Greeting {
+    /// It is set up; [`crate::init::Reply::Ready`] follows.
+    Settled(Settled),
+    /// A [`Witness`] is another file here.
+    Elsewhere {
+        /// Its path.
+        inside: String,
+    },
+    /// It could not be set up; it ends.
+    Unable {
+        /// The step that failed.
+        step: String,
+        /// The error in words.
+        message: String,
+    },
+}
+
+/// What PID 1 of a container found around it: limits as the kernel has them, not as they were asked for.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settled {
+    /// The memory limit of its control group, in bytes.
+    pub memory_bytes: Option<u64>,
+    /// The process limit of its control group.
+    pub pids: Option<u64>,
+    /// The processor limit of its control group, in thousandths.
+    pub milli_cpus: Option<u64>,
+    /// Version of its control groups; 0 where it sees none of its own.
+    pub cgroups: u8,
+    /// Whether the group's counter of kills for want of memory can be read.
+    pub counts_oom: bool,
+    /// Bytes of the file systems at /work, /tmp and /dev/shm together.
+    pub disk_bytes: u64,
+    /// Files they hold together; nothing where one of them has no limit.
+    pub inodes: Option<u64>,
+    /// Whether the engine's own system call filter is in place.
+    pub engine_filter: bool,
+    /// Version of Landlock, 0 for none.
+    pub landlock: i64,
+    /// Whether ids inside are ids of the host.
+    pub host_ids: bool,
+}
+
 /// What the program asks of a started helper.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Order {

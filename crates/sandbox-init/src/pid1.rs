@@ -19,6 +19,8 @@ const MAX_BODY: u64 = 1 << 31;
 pub struct Inside<'a> {
     /// To the program outside.
     pub socket: OwnedFd,
+    /// Where replies go when `socket` carries requests only.
+    pub replies: Option<OwnedFd>,
     /// Readable when a child ended.
     pub signals: OwnedFd,
     pub meter: Meter,
@@ -32,6 +34,8 @@ pub struct Inside<'a> {
     pub own_id: u32,
     /// Goes to the program outside with the greeting; PID 1 keeps no copy.
     pub listener: Option<OwnedFd>,
+    /// The tools' id is in use outside this sandbox too, so that limits the kernel counts by id would count strangers.
+    pub shares_ids: bool,
 }
 
 impl Inside<'_> {
@@ -43,14 +47,23 @@ impl Inside<'_> {
 /// Serves until the socket closes.
 pub fn serve(mut inside: Inside<'_>) -> ! {
     let listener = inside.listener.take();
-    let code = match inside.socket.try_clone() {
-        Ok(socket) => i32::from(talk(&inside, listener, File::from(socket)).is_err()),
+    let ends = inside.socket.try_clone().and_then(|requests| {
+        let replies = inside.replies.as_ref().unwrap_or(&inside.socket);
+        Ok((File::from(requests), File::from(replies.try_clone()?)))
+    });
+    let code = match ends {
+        Ok((requests, replies)) => i32::from(talk(&inside, listener, requests, replies).is_err()),
         Err(_) => 1,
     };
     sys::exit(code)
 }
 
-fn talk(inside: &Inside<'_>, listener: Option<OwnedFd>, mut socket: File) -> std::io::Result<()> {
+fn talk(
+    inside: &Inside<'_>,
+    listener: Option<OwnedFd>,
+    mut requests: File,
+    mut replies: File,
+) -> std::io::Result<()> {
     let mut index = Index::default();
     index.look();
     match listener {
@@ -59,9 +72,9 @@ fn talk(inside: &Inside<'_>, listener: Option<OwnedFd>, mut socket: File) -> std
             &frame::encode(&Reply::Ready, 0)?,
             Some(listener.as_raw_fd()),
         )?,
-        None => frame::write(&mut socket, &Reply::Ready, &[])?,
+        None => frame::write(&mut replies, &Reply::Ready, &[])?,
     }
-    while let Some((request, body)) = frame::read::<Request>(&mut socket, MAX_BODY)? {
+    while let Some((request, body)) = frame::read::<Request>(&mut requests, MAX_BODY)? {
         let mut out = Vec::new();
         let reply = match request {
             Request::Call { what, timeout_us } => {
@@ -81,7 +94,7 @@ fn talk(inside: &Inside<'_>, listener: Option<OwnedFd>, mut socket: File) -> std
                 Err(message) => Reply::Refused { message },
             },
         };
-        frame::write(&mut socket, &reply, &out)?;
+        frame::write(&mut replies, &reply, &out)?;
     }
     Ok(())
 }

@@ -620,6 +620,15 @@ pub fn space(fd: RawFd) -> io::Result<Space> {
     })
 }
 
+/// Size in bytes and in files of the file system a descriptor is on; no files where it has no such limit.
+pub fn size(fd: RawFd) -> io::Result<(u64, u64)> {
+    // SAFETY: an all-zero statvfs is valid.
+    let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
+    // SAFETY: room for one structure.
+    check(unsafe { libc::fstatvfs(fd, &raw mut stat) })?;
+    Ok((stat.f_blocks * stat.f_frsize, stat.f_files))
+}
+
 pub fn fstat(fd: RawFd) -> io::Result<libc::stat> {
     // SAFETY: an all-zero stat is valid.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };

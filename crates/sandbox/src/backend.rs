@@ -28,6 +28,10 @@ pub trait Backend: Send + Sync {
     fn memory_bytes(&self) -> Boxed<'_, Option<u64>> {
         Box::pin(std::future::ready(None))
     }
+    /// The error of a sandbox whose [`Autopsy`] says that the backend is gone, given how the sandbox's end was noticed.
+    fn gone(&self, _cause: String) -> SandboxError {
+        SandboxError::HelperGone
+    }
 }
 
 /// One sandbox, as its backend knows it. Dropping it kills it without waiting.
@@ -54,4 +58,6 @@ pub struct Autopsy {
     pub signal: Option<i32>,
     /// Processes killed for want of memory over the sandbox's life.
     pub oom_kills: u64,
+    /// What made the sandbox, the helper or a container engine, is gone too.
+    pub backend_gone: bool,
 }

@@ -274,7 +274,11 @@ fn read_events(shared: &Shared) {
                 signal,
                 oom_kills,
             } => {
-                let autopsy = Autopsy { signal, oom_kills };
+                let autopsy = Autopsy {
+                    signal,
+                    oom_kills,
+                    backend_gone: false,
+                };
                 if let Some(gone) = waiting.gone.get_mut(&id) {
                     match std::mem::replace(gone, Gone::Known(autopsy)) {
                         Gone::Asked(tell) => {

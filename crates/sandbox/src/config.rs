@@ -12,6 +12,13 @@ pub enum Image {
     /// The host's own programs and libraries, read-only, from an allow-list of paths (`/usr` and what belongs to it).
     #[default]
     Host,
+    /// A root file system unpacked in a directory.
+    RootFs {
+        /// Where it lies.
+        dir: Utf8PathBuf,
+        /// What identifies its content.
+        digest: String,
+    },
 }
 
 /// Limits of each sandbox. [`crate::LimitsReport`] tells which of them hold on a host.
@@ -64,7 +71,7 @@ impl Default for Limits {
 /// A pool's configuration.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SandboxConfig {
-    /// The kind of sandbox: `local`.
+    /// The kind of sandbox: `local` or `docker`.
     pub backend: String,
     /// The root file system.
     pub image: Image,
@@ -84,6 +91,9 @@ pub struct SandboxConfig {
     pub oversubscription: f64,
     /// What sandboxes may reach.
     pub network: Network,
+    /// Of `docker`: the container engine's address, as DOCKER_HOST would give it; by default DOCKER_HOST, or one of the
+    /// usual sockets of Docker and Podman. TLS is set up by DOCKER_TLS_VERIFY and DOCKER_CERT_PATH.
+    pub engine: Option<String>,
 }
 
 impl Default for SandboxConfig {
@@ -98,6 +108,7 @@ impl Default for SandboxConfig {
             control_groups: true,
             oversubscription: 2.0,
             network: Network::None,
+            engine: None,
         }
     }
 }

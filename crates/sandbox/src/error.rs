@@ -35,6 +35,31 @@ pub enum SandboxError {
     /// The helper ended unexpectedly; every sandbox of the pool is gone.
     #[error("the helper that makes sandboxes has ended; start a new pool")]
     HelperGone,
+    /// No container engine answered.
+    #[error(
+        "no container engine answers ({tried}); start one (`dockerd`, or `podman system service`), or set DOCKER_HOST to the \
+         address of one"
+    )]
+    NoEngine {
+        /// The addresses that were tried, and why each was of no use.
+        tried: String,
+    },
+    /// The container engine refused a request.
+    #[error("the container engine refused: {step}: {message}")]
+    Engine {
+        /// What it was asked for.
+        step: String,
+        /// Its answer.
+        message: String,
+    },
+    /// The container engine answers no more; what it ran may live or not.
+    #[error("the container engine at {engine} answers no more ({message}); once it does, start a new pool")]
+    EngineGone {
+        /// Its address.
+        engine: String,
+        /// What happened.
+        message: String,
+    },
     /// A sandbox could not be set up.
     #[error("a sandbox could not be made: {step}: {message}")]
     Create {

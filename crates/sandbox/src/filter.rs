@@ -9,6 +9,8 @@
 
 use std::collections::BTreeMap;
 
+use serde_json::{Value, json};
+
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition,
     SeccompFilter, SeccompRule, TargetArch,
@@ -17,83 +19,116 @@ use seccompiler::{
 /// The first system call number that this list does not know (Linux 6.18 ends before it).
 const FIRST_UNKNOWN: u32 = 470;
 
-const REFUSED: &[i64] = &[
+/// Numbers and names of system calls.
+macro_rules! calls {
+    ($($name:ident,)*) => {
+        &[$((libc::$name, stringify!($name))),*]
+    };
+}
+
+const REFUSED: &[(i64, &str)] = calls![
     // Mounts and other roots.
-    libc::SYS_mount,
-    libc::SYS_umount2,
-    libc::SYS_pivot_root,
-    libc::SYS_chroot,
-    libc::SYS_move_mount,
-    libc::SYS_open_tree,
-    libc::SYS_fsopen,
-    libc::SYS_fsconfig,
-    libc::SYS_fsmount,
-    libc::SYS_fspick,
-    libc::SYS_mount_setattr,
-    457, // statmount
-    458, // listmount
-    467, // open_tree_attr
-    libc::SYS_swapon,
-    libc::SYS_swapoff,
-    libc::SYS_quotactl,
-    libc::SYS_quotactl_fd,
+    SYS_mount,
+    SYS_umount2,
+    SYS_pivot_root,
+    SYS_chroot,
+    SYS_move_mount,
+    SYS_open_tree,
+    SYS_fsopen,
+    SYS_fsconfig,
+    SYS_fsmount,
+    SYS_fspick,
+    SYS_mount_setattr,
+    SYS_swapon,
+    SYS_swapoff,
+    SYS_quotactl,
+    SYS_quotactl_fd,
     // Namespaces (clone is looked into below).
-    libc::SYS_unshare,
-    libc::SYS_setns,
+    SYS_unshare,
+    SYS_setns,
     // Other processes' insides.
-    libc::SYS_ptrace,
-    libc::SYS_process_vm_readv,
-    libc::SYS_process_vm_writev,
-    libc::SYS_process_madvise,
-    libc::SYS_process_mrelease,
-    libc::SYS_pidfd_getfd,
-    libc::SYS_kcmp,
+    SYS_ptrace,
+    SYS_process_vm_readv,
+    SYS_process_vm_writev,
+    SYS_process_madvise,
+    SYS_process_mrelease,
+    SYS_pidfd_getfd,
+    SYS_kcmp,
     // Wide kernel interfaces with a history.
-    libc::SYS_bpf,
-    libc::SYS_perf_event_open,
-    libc::SYS_userfaultfd,
-    libc::SYS_io_uring_setup,
-    libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
-    libc::SYS_keyctl,
-    libc::SYS_add_key,
-    libc::SYS_request_key,
-    libc::SYS_memfd_secret,
-    libc::SYS_vmsplice,
-    libc::SYS_fanotify_init,
-    libc::SYS_name_to_handle_at,
-    libc::SYS_open_by_handle_at,
-    libc::SYS_lookup_dcookie,
-    libc::SYS_modify_ldt,
-    libc::SYS_remap_file_pages,
+    SYS_bpf,
+    SYS_perf_event_open,
+    SYS_userfaultfd,
+    SYS_io_uring_setup,
+    SYS_io_uring_enter,
+    SYS_io_uring_register,
+    SYS_keyctl,
+    SYS_add_key,
+    SYS_request_key,
+    SYS_memfd_secret,
+    SYS_vmsplice,
+    SYS_fanotify_init,
+    SYS_name_to_handle_at,
+    SYS_open_by_handle_at,
+    SYS_lookup_dcookie,
+    SYS_modify_ldt,
+    SYS_remap_file_pages,
     // The machine itself.
-    libc::SYS_reboot,
-    libc::SYS_kexec_load,
-    libc::SYS_kexec_file_load,
-    libc::SYS_init_module,
-    libc::SYS_finit_module,
-    libc::SYS_delete_module,
-    libc::SYS_acct,
-    libc::SYS_syslog,
-    libc::SYS_iopl,
-    libc::SYS_ioperm,
-    libc::SYS_sethostname,
-    libc::SYS_setdomainname,
-    libc::SYS_settimeofday,
-    libc::SYS_clock_settime,
-    libc::SYS_clock_adjtime,
-    libc::SYS_adjtimex,
-    libc::SYS_vhangup,
-    libc::SYS_uselib,
-    libc::SYS_ustat,
-    libc::SYS_sysfs,
-    libc::SYS__sysctl,
-    libc::SYS_nfsservctl,
-    libc::SYS_migrate_pages,
-    libc::SYS_move_pages,
-    libc::SYS_mbind,
-    libc::SYS_set_mempolicy,
+    SYS_reboot,
+    SYS_kexec_load,
+    SYS_kexec_file_load,
+    SYS_init_module,
+    SYS_finit_module,
+    SYS_delete_module,
+    SYS_acct,
+    SYS_syslog,
+    SYS_iopl,
+    SYS_ioperm,
+    SYS_sethostname,
+    SYS_setdomainname,
+    SYS_settimeofday,
+    SYS_clock_settime,
+    SYS_clock_adjtime,
+    SYS_adjtimex,
+    SYS_vhangup,
+    SYS_uselib,
+    SYS_ustat,
+    SYS_sysfs,
+    SYS__sysctl,
+    SYS_nfsservctl,
+    SYS_migrate_pages,
+    SYS_move_pages,
+    SYS_mbind,
+    SYS_set_mempolicy,
 ];
+
+/// Calls that the libc crate has no name for.
+const REFUSED_NEWER: &[(i64, &str)] = &[
+    (457, "statmount"),
+    (458, "listmount"),
+    (467, "open_tree_attr"),
+];
+
+
+/// Sockets may be of these families: vsock leads to the hypervisor, packet and netlink to the kernel.
+const FAMILIES: [i32; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
+
+/// New namespaces by clone (a new time namespace cannot be asked for this way: its bit is part of the exit signal).
+const NAMESPACES: [i32; 7] = [
+    libc::CLONE_NEWUSER,
+    libc::CLONE_NEWNS,
+    libc::CLONE_NEWPID,
+    libc::CLONE_NEWNET,
+    libc::CLONE_NEWIPC,
+    libc::CLONE_NEWUTS,
+    libc::CLONE_NEWCGROUP,
+];
+
+/// Typing into a terminal on behalf of its user: TIOCSTI and TIOCLINUX.
+const TYPING: [u64; 2] = [libc::TIOCSTI, 0x541C];
+
+fn refused() -> impl Iterator<Item = (i64, &'static str)> {
+    REFUSED.iter().chain(REFUSED_NEWER).copied()
+}
 
 /// What becomes of a call by its number alone.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -108,8 +143,7 @@ enum Verdict {
 /// The compiled filter, as an array of `struct sock_filter`.
 pub fn program() -> Result<Vec<u8>, String> {
     let mut rules: BTreeMap<i64, Vec<SeccompRule>> = BTreeMap::new();
-    // Sockets other than unix, inet and inet6: vsock leads to the hypervisor, packet and netlink to the kernel.
-    let no_family: Vec<_> = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6]
+    let no_family: Vec<_> = FAMILIES
         .iter()
         .map(|family| condition(0, Op::Ne, *family as u64))
         .collect::<Result<_, _>>()?;
@@ -118,17 +152,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         libc::SYS_socketpair,
         vec![rule(vec![condition(0, Op::Ne, libc::AF_UNIX as u64)?])?],
     );
-    // New namespaces by clone (a new time namespace cannot be asked for this way: its bit is part of the exit signal).
-    let namespaces = [
-        libc::CLONE_NEWUSER,
-        libc::CLONE_NEWNS,
-        libc::CLONE_NEWPID,
-        libc::CLONE_NEWNET,
-        libc::CLONE_NEWIPC,
-        libc::CLONE_NEWUTS,
-        libc::CLONE_NEWCGROUP,
-    ];
-    let clone = namespaces
+    let clone = NAMESPACES
         .iter()
         .map(|flag| {
             let flag = *flag as u64;
@@ -136,8 +160,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         })
         .collect::<Result<_, _>>()?;
     rules.insert(libc::SYS_clone, clone);
-    // Typing into a terminal on behalf of its user.
-    let ioctl = [libc::TIOCSTI, 0x541C /* TIOCLINUX */]
+    let ioctl = TYPING
         .iter()
         .map(|request| rule(vec![condition(1, Op::Eq, *request)?]))
         .collect::<Result<_, _>>()?;
@@ -148,7 +171,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         vec![rule(vec![condition(0, Op::Ne, 0)?, quad(2, Op::Ne, 0)?])?],
     );
     let mut verdicts = vec![Verdict::Allowed; FIRST_UNKNOWN as usize];
-    let numbers = REFUSED.iter().map(|call| (*call, Verdict::Refused));
+    let numbers = refused().map(|(call, _)| (call, Verdict::Refused));
     let numbers = numbers.chain(rules.keys().map(|call| (*call, Verdict::Rules)));
     for (call, verdict) in numbers.chain([(libc::SYS_clone3, Verdict::Missing)]) {
         let place = usize::try_from(call).ok().and_then(|n| verdicts.get_mut(n));
@@ -220,6 +243,66 @@ fn tree(runs: &[(u32, Verdict)]) -> Result<Vec<Step>, String> {
     Ok(steps)
 }
 
+/// The same list as a profile for container engines, in the format of theirs. What it cannot say (calls newer than the
+/// list) is left to [`program`], which PID 1 puts in place in any case.
+pub fn profile() -> String {
+    let mut rules = Vec::new();
+    let mut refuse = |names: &[&str], errno: i32, args: Value| {
+        rules.push(json!({
+            "names": names, "action": "SCMP_ACT_ERRNO", "errnoRet": errno, "args": args,
+        }));
+    };
+    // Engines compare all 64 bits of an argument, the kernel looks at 32 of these: the upper ones must not make a
+    // difference.
+    let low = u64::from(u32::MAX);
+    let equals = |index: u32, value: u64| json!({"index": index, "value": low, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"});
+    let names: Vec<&str> = refused()
+        .map(|(_, name)| name.trim_start_matches("SYS_"))
+        .collect();
+    refuse(&names, libc::EPERM, json!([]));
+    let last = 63;
+    for family in (0..=last).filter(|f| !FAMILIES.contains(f)) {
+        refuse(&["socket"], libc::EPERM, json!([equals(0, family as u64)]));
+    }
+    refuse(
+        &["socket"],
+        libc::EPERM,
+        json!([{"index": 0, "value": last, "op": "SCMP_CMP_GT"}]),
+    );
+    refuse(
+        &["socketpair"],
+        libc::EPERM,
+        json!([{"index": 0, "value": libc::AF_UNIX, "op": "SCMP_CMP_NE"}]),
+    );
+    for flag in NAMESPACES {
+        refuse(
+            &["clone"],
+            libc::EPERM,
+            json!([{"index": 0, "value": flag, "valueTwo": flag, "op": "SCMP_CMP_MASKED_EQ"}]),
+        );
+    }
+    for request in TYPING {
+        refuse(&["ioctl"], libc::EPERM, json!([equals(1, request)]));
+    }
+    refuse(
+        &["prlimit64"],
+        libc::EPERM,
+        json!([
+            {"index": 0, "value": 0, "op": "SCMP_CMP_NE"},
+            {"index": 2, "value": 0, "op": "SCMP_CMP_NE"},
+        ]),
+    );
+    refuse(&["clone3"], libc::ENOSYS, json!([]));
+    // The x32 interface is named only so that its calls reach PID 1's filter, for which they do not exist; those of any
+    // other architecture kill the process.
+    json!({
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "architectures": ["SCMP_ARCH_X86_64", "SCMP_ARCH_X32"],
+        "syscalls": rules,
+    })
+    .to_string()
+}
+
 fn condition(argument: u8, op: Op, value: u64) -> Result<SeccompCondition, String> {
     SeccompCondition::new(argument, Len::Dword, op, value).map_err(|e| e.to_string())
 }
@@ -285,7 +368,7 @@ mod tests {
             }
             let expected = if number >= i64::from(FIRST_UNKNOWN) || number == libc::SYS_clone3 {
                 missing
-            } else if REFUSED.contains(&number) {
+            } else if refused().any(|(call, _)| call == number) {
                 refused
             } else {
                 libc::SECCOMP_RET_ALLOW
@@ -303,5 +386,19 @@ mod tests {
         assert_eq!(socket(libc::AF_INET), libc::SECCOMP_RET_ALLOW);
         assert_eq!(socket(libc::AF_VSOCK), refused);
         assert!(program.len() / 8 < 512, "{}", program.len() / 8);
+    }
+
+    #[test]
+    fn the_profile_for_engines_names_every_refused_call() {
+        let profile: serde_json::Value = serde_json::from_str(&super::profile()).unwrap();
+        let first = &profile["syscalls"][0]["names"];
+        assert_eq!(first.as_array().unwrap().len(), super::refused().count());
+        for name in ["mount", "io_uring_setup", "_sysctl", "statmount"] {
+            assert!(first.as_array().unwrap().iter().any(|n| n == name), "{name}");
+        }
+        let vsock = profile["syscalls"].as_array().unwrap().iter().any(|rule| {
+            rule["names"][0] == "socket" && rule["args"][0]["valueTwo"] == libc::AF_VSOCK
+        });
+        assert!(vsock);
     }
 }

@@ -40,6 +40,7 @@ mod backend;
 mod call;
 mod client;
 mod config;
+mod docker;
 mod error;
 mod filter;
 mod host;

@@ -14,8 +14,8 @@ use drillyard_sandbox_init::frame;
 
 use crate::client::{self, Client};
 use crate::{
-    Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, NetworkRequest, Proxy, SandboxConfig,
-    SandboxError, Stream, Traffic,
+    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, NetworkRequest, Proxy,
+    SandboxConfig, SandboxError, Stream, Traffic,
 };
 use crate::{filter, host, network};
 
@@ -32,6 +32,12 @@ pub struct Local {
 impl Local {
     pub async fn start(config: &SandboxConfig) -> Result<Self, SandboxError> {
         let limits = spec(config)?;
+        if let Image::RootFs { dir, .. } = &config.image {
+            return Err(SandboxError::Config {
+                field: "image",
+                message: format!("the local backend cannot use the root file system {dir} yet"),
+            });
+        }
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
         let mut root = host::root(&helpers, &config.host_paths)?;
         root.env.extend(config.network.env());
@@ -231,7 +237,8 @@ impl AsyncWrite for Pipe {
     }
 }
 
-fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
+/// The limits of each sandbox as its PID 1 is told them.
+pub fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
     let limits = &config.limits;
     let at_least = |field: &'static str, value: u64, least: u64| {
         if value < least {
@@ -267,12 +274,17 @@ fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
 }
 
 /// This program's process id and start time: together they are never used twice.
-fn owner() -> Result<String, SandboxError> {
-    let stat = fs_err::read_to_string("/proc/self/stat")?;
+pub fn owner() -> Result<String, SandboxError> {
+    let pid = std::process::id();
+    let started = started(pid)
+        .ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat: too few fields")))?;
+    Ok(format!("{pid}-{started}"))
+}
+
+/// Start time of a process in clock ticks since boot, as text; nothing if it does not live.
+pub fn started(pid: u32) -> Option<String> {
+    let stat = fs_err::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name, in brackets, may hold anything; fields are counted after its end.
-    let started = stat
-        .rfind(')')
-        .and_then(|end| stat[end + 1..].split_whitespace().nth(19))
-        .ok_or_else(|| std::io::Error::other("/proc/self/stat: too few fields"))?;
-    Ok(format!("{}-{started}", std::process::id()))
+    let rest = &stat[stat.rfind(')')? + 1..];
+    rest.split_whitespace().nth(19).map(str::to_owned)
 }

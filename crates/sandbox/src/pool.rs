@@ -9,6 +9,7 @@ use drillyard_sandbox_init::frame::put;
 use drillyard_sandbox_init::init::{Entry, Kind, Reply, Request};
 
 use crate::admission::Door;
+use crate::docker::Docker;
 use crate::local::Local;
 use crate::sandbox::{Contents, exchange, receive};
 use crate::{
@@ -91,10 +92,11 @@ impl Pool {
         policy.check()?;
         let backend: Box<dyn Backend> = match config.backend.as_str() {
             "local" => Box::new(Local::start(&config).await?),
+            "docker" => Box::new(Docker::start(&config).await?),
             other => {
                 return Err(SandboxError::Config {
                     field: "backend",
-                    message: format!("unknown backend '{other}'; there is: local"),
+                    message: format!("unknown backend '{other}'; there are: local, docker"),
                 });
             }
         };
@@ -208,6 +210,11 @@ impl Pool {
         let cell = self.fresh(&contents).await?;
         ticket.keep();
         Ok(Sandbox::new(self.clone(), cell, contents))
+    }
+
+    /// The error of a sandbox that was lost together with what made it.
+    pub(crate) fn backend_gone(&self, cause: String) -> SandboxError {
+        self.inner.backend.gone(cause)
     }
 
     pub(crate) fn returned(&self) {

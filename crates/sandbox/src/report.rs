@@ -14,7 +14,7 @@ const ALL: &str = "all";
 /// Which limit holds here, and how.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitsReport {
-    /// `local`.
+    /// `local` or `docker`.
     pub backend: String,
     /// `root` or `user`: whose privileges the sandboxes are made with.
     pub mode: String,

@@ -246,6 +246,9 @@ impl Sandbox {
                     None => Autopsy::default(),
                 };
                 let error = match error {
+                    SandboxError::Lost { cause } if autopsy.backend_gone => {
+                        self.pool.backend_gone(cause)
+                    }
                     SandboxError::Lost { cause } => SandboxError::Lost {
                         cause: match autopsy.signal {
                             Some(signal) => {
