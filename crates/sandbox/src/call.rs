@@ -255,7 +255,7 @@ impl CallResult {
             None => "",
         };
         match self.outcome {
-            CallOutcome::Ok | CallOutcome::Error => exit,
+            CallOutcome::Ok | CallOutcome::Error | CallOutcome::Killed => exit,
             CallOutcome::Timeout => {
                 format!("clock ran out after {} ms: {how}", self.wall.as_millis())
             }
@@ -265,7 +265,6 @@ impl CallResult {
             }
             CallOutcome::Processes => format!("process limit: {exit}"),
             CallOutcome::Disk => format!("disk full: {exit}"),
-            CallOutcome::Killed => exit,
         }
     }
 
