@@ -299,12 +299,11 @@ impl Door {
     /// Comes back when a lease is granted.
     pub async fn enter(&self, backend: &dyn Backend) -> Ticket<'_> {
         let mut waits = None;
-        let _first = match self.first.try_lock() {
-            Ok(first) => first,
-            Err(_) => {
-                waits = Some(Waits::new(&self.waiting));
-                self.first.lock().await
-            }
+        let _first = if let Ok(first) = self.first.try_lock() {
+            first
+        } else {
+            waits = Some(Waits::new(&self.waiting));
+            self.first.lock().await
         };
         loop {
             // What the sandboxes use matters only where it is tight, and asking for it takes a moment.

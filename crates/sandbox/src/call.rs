@@ -257,7 +257,7 @@ impl CallResult {
             None => "",
         };
         match self.outcome {
-            CallOutcome::Ok | CallOutcome::Error => exit,
+            CallOutcome::Ok | CallOutcome::Error | CallOutcome::Killed => exit,
             CallOutcome::Timeout => {
                 format!("clock ran out after {} ms: {how}", self.wall.as_millis())
             }
@@ -267,7 +267,6 @@ impl CallResult {
             }
             CallOutcome::Processes => format!("process limit: {exit}"),
             CallOutcome::Disk => format!("disk full: {exit}"),
-            CallOutcome::Killed => exit,
         }
     }
 

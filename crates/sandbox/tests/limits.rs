@@ -67,7 +67,7 @@ fn is_root() -> bool {
 
 /// A program that holds so many MiB of memory while it runs `then`.
 fn hog(mib: u64, then: &str) -> String {
-    format!("perl -e '$x = \"x\" x ({mib} << 20); {then}'")
+    format!("perl -e '$x = \"\"; vec($x, ({mib} << 20) - 1, 8) = 1; {then}'")
 }
 
 /// A number that no other process has in its command line.
@@ -646,6 +646,8 @@ async fn leases_pause_under_memory_pressure_but_never_all() {
     assert_eq!((pool.waiting(), pool.live()), (0, 2));
     // Under pressure again, the end of the last one lets the next in.
     *host.pressure.lock().unwrap() = Some(50.0);
+    // Readings are kept for a moment.
+    tokio::time::sleep(Duration::from_millis(200)).await;
     drop(second);
     let third = tokio::spawn({
         let pool = pool.clone();
