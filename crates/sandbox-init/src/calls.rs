@@ -229,7 +229,7 @@ fn call(
     let (out_read, out_write) = sys::pipe()?;
     let (err_read, err_write) = sys::pipe()?;
     let (side_read, side_write) = sys::pipe()?;
-    inside.meter.reset_peak();
+    let peak_anew = inside.meter.reset_peak();
     let before = inside.meter.read();
     let started = Instant::now();
     let streams = [&stdin, &out_write, &err_write].map(AsRawFd::as_raw_fd);
@@ -355,7 +355,10 @@ fn call(
             .zip(before.cpu_us)
             .map(|(a, b)| a.saturating_sub(b)),
         peak_process_bytes: used.peak_bytes,
-        peak_cgroup_bytes: inside.meter.peak_between(before, after),
+        // A peak over the whole life tells of this call only where it rose above all before.
+        peak_cgroup_bytes: after
+            .peak_bytes
+            .filter(|peak| peak_anew || Some(*peak) > before.peak_bytes),
         read_bytes: used.read_bytes,
         written_bytes: used.written_bytes,
         oom_kills: after.oom_kills.saturating_sub(before.oom_kills),
