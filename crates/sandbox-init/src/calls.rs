@@ -519,9 +519,12 @@ fn file_tool(tool: &Tool<'_>) -> i32 {
     }
 }
 
-/// Where PID 1 shares the tools' id it counts as one of their processes.
+/// Where PID 1 shares the tools' id it counts as one of their processes. A control group must refuse first: it counts
+/// its refusals.
 fn limit_processes(inside: &Inside<'_>) -> u64 {
-    inside.start.limits.pids + u64::from(inside.own_id == TOOL_ID)
+    inside.start.limits.pids
+        + u64::from(inside.own_id == TOOL_ID)
+        + u64::from(inside.meter.pids.is_some())
 }
 
 /// As `execve` takes them: pointers to strings, then null.
