@@ -120,8 +120,7 @@ async fn episodes(pool: &Pool, all: usize, mark: &str) -> BTreeMap<&'static str,
     for worker in workers {
         worker.await.unwrap();
     }
-    let outcomes = lock(&outcomes).clone();
-    outcomes
+    std::mem::take(&mut *lock(&outcomes))
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -278,7 +277,7 @@ fn own_memory() -> i64 {
 
 /// Used disk under the directory for temporary files, in MiB.
 fn disk() -> i64 {
-    let stat = rustix::fs::statvfs(&std::env::temp_dir()).unwrap();
+    let stat = rustix::fs::statvfs(std::env::temp_dir()).unwrap();
     ((stat.f_blocks - stat.f_bfree) * stat.f_frsize / MIB) as i64
 }
 
@@ -353,16 +352,12 @@ fn count(counts: &[Count], name: &str) -> i64 {
 fn controls(counts: &[Count]) {
     let sees = |name: &str, least: i64, act: &mut dyn FnMut() -> Box<dyn std::any::Any>| {
         // Others may take away what we add while we look: once is proof.
-        for _ in 0..10 {
+        let saw = (0..10).any(|_| {
             let before = count(counts, name);
-            let held = act();
-            let seen = count(counts, name) - before;
-            drop(held);
-            if seen >= least {
-                return;
-            }
-        }
-        panic!("the count of {name} does not see one more");
+            let _held = act();
+            count(counts, name) - before >= least
+        });
+        assert!(saw, "the count of {name} does not see one more");
     };
     let sleep = |program: &[&str]| {
         let child = Command::new(program[0])
