@@ -235,7 +235,7 @@ fn call(
     let (out_read, out_write) = sys::pipe()?;
     let (err_read, err_write) = sys::pipe()?;
     let (side_read, side_write) = sys::pipe()?;
-    inside.meter.reset_peak();
+    let peak_anew = inside.meter.reset_peak();
     let before = inside.meter.read();
     let counted_before = inside.counts.read();
     let started = Instant::now();
@@ -369,7 +369,10 @@ fn call(
         cgroup_cpu_us: since(after.cpu_us, before.cpu_us),
         hard: finished.hard,
         peak_process_bytes: used.peak_bytes,
-        peak_cgroup_bytes: inside.meter.peak_between(before, after),
+        // A peak over the whole life tells of this call only where it rose above all before.
+        peak_cgroup_bytes: after
+            .peak_bytes
+            .filter(|peak| peak_anew || Some(*peak) > before.peak_bytes),
         peak_bytes_now: after.peak_bytes > before.peak_bytes,
         cache_bytes: at_rest.cache_bytes,
         left_bytes: at_rest.used_bytes,

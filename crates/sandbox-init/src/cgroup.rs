@@ -103,22 +103,10 @@ pub struct AtRest {
 }
 
 impl Meter {
-    /// Starts the peak anew; false where that cannot be done.
+    /// Starts the peak anew; false where the kernel cannot (version 2 before Linux 6.12).
     pub fn reset_peak(&self) -> bool {
-        self.peak
-            .as_ref()
-            .is_some_and(|fd| sys::write_all(fd.as_raw_fd(), b"0\n").is_ok())
-    }
-
-    /// The peak between two readings. Version 2 before Linux 6.12 cannot start it anew: then it is known only where it
-    /// rose above all before.
-    pub fn peak_between(&self, before: Reading, after: Reading) -> Option<u64> {
-        let fd = self.peak.as_ref()?;
-        if sys::can_write(fd.as_raw_fd()) || after.peak_bytes > before.peak_bytes {
-            after.peak_bytes
-        } else {
-            None
-        }
+        let peak = self.peak.as_ref();
+        peak.is_some_and(|fd| sys::write_all(fd.as_raw_fd(), b"0\n").is_ok())
     }
 
     /// What is in use once every process is dead. The cache is looked up only where it matters: where usage at rest or

@@ -255,13 +255,6 @@ pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
     check(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) }).map(drop)
 }
 
-/// Whether a descriptor was opened for writing.
-pub fn can_write(fd: RawFd) -> bool {
-    // SAFETY: no memory is involved.
-    check(unsafe { libc::fcntl(fd, libc::F_GETFL) })
-        .is_ok_and(|flags| flags & libc::O_ACCMODE != libc::O_RDONLY)
-}
-
 /// Reads once; 0 at the end.
 pub fn read(fd: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
     loop {

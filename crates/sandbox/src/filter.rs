@@ -381,7 +381,13 @@ mod tests {
         assert_eq!(i386, libc::SECCOMP_RET_KILL_PROCESS);
         let socket = |family: i32| {
             let arguments = [family as u64, 1, 0, 0, 0, 0];
-            answer(&program, AUDIT_ARCH_X86_64, libc::SYS_socket as u32, arguments).0
+            answer(
+                &program,
+                AUDIT_ARCH_X86_64,
+                libc::SYS_socket as u32,
+                arguments,
+            )
+            .0
         };
         assert_eq!(socket(libc::AF_INET), libc::SECCOMP_RET_ALLOW);
         assert_eq!(socket(libc::AF_VSOCK), refused);

@@ -88,6 +88,9 @@ fn boot() {
         std::thread::sleep(Duration::from_millis(20));
     }
     let said = reader.join().unwrap();
+    for line in said.lines().filter(|line| line.contains("vm: ")) {
+        let _ = writeln!(std::io::stdout(), "{line}");
+    }
     for check in CHECKS {
         let line = format!("vm: {check} ");
         assert!(said.contains(&line), "nothing of '{check}' in:\n{said}");

@@ -37,14 +37,15 @@ impl Engine {
             .arg(at("exec"))
             .arg("-p")
             .arg(at("pid"))
-            .arg(format!("-Hunix://{}", at("socket").display()))
+            .arg("-H")
+            .arg(address(dir.path()))
             .args(["--bridge=none", "--iptables=false"])
             .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .map_err(|e| format!("dockerd: {e}"))?;
         let engine = Self { daemon, dir };
-        let until = Instant::now() + Duration::from_secs(60);
+        let until = Instant::now() + Duration::from_mins(1);
         while engine.ask("GET", "/_ping", "", &[]).is_err() {
             if Instant::now() > until {
                 return Err("dockerd did not answer within a minute".into());
@@ -73,10 +74,11 @@ impl Engine {
         Ok(engine)
     }
 
-    /// A configuration of the `docker` backend on this engine.
+    /// A configuration of the `docker` backend.
     //
-    // The one place to fill in once that backend takes an address and an image: until then Pool::start refuses the name,
-    // and the bench leaves docker_call out and says so.
+    // The one place that waits for that backend: with it, name this engine here by `address(self.dir.path())`. Until then
+    // Pool::start refuses the backend's name, and the bench leaves docker_call out and says so.
+    #[expect(clippy::unused_self, reason = "the engine's address goes in here")]
     pub fn config(&self) -> SandboxConfig {
         SandboxConfig {
             backend: "docker".to_owned(),
@@ -182,6 +184,11 @@ impl Drop for Engine {
         }
         let _ = self.daemon.wait();
     }
+}
+
+/// Where an engine in this directory listens.
+fn address(dir: &Path) -> String {
+    format!("unix://{}", dir.join("socket").display())
 }
 
 /// The value of the answer's field `Id`.
