@@ -46,6 +46,7 @@ mod filter;
 mod host;
 mod local;
 mod network;
+mod pipe;
 mod pool;
 mod proxy;
 mod report;

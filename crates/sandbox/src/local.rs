@@ -1,21 +1,16 @@
 //! The `local` backend: sandboxes of kernel namespaces on this machine, made by the helper.
 
-use std::io;
-use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll, ready};
-
-use tokio::io::{AsyncRead, AsyncWrite, Interest, ReadBuf};
-use tokio::net::{TcpListener, UnixStream};
 
 use drillyard_sandbox_init::control::{LimitSpec, Start};
 use drillyard_sandbox_init::frame;
 
-use crate::client::{self, Client};
+use crate::client::Client;
+use crate::pipe::Pipe;
 use crate::{
     Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, NetworkRequest, Proxy,
-    SandboxConfig, SandboxError, Stream, Traffic,
+    SandboxConfig, SandboxError, Stream,
 };
 use crate::{filter, host, network};
 
@@ -119,13 +114,7 @@ impl Backend for Local {
                 stream: None,
                 gone: false,
             };
-            let socket = std::os::unix::net::UnixStream::from(socket);
-            socket.set_nonblocking(true)?;
-            cell.stream = Some(Pipe {
-                stream: UnixStream::from_std(socket)?,
-                proxy: self.proxy.clone(),
-                traffic: None,
-            });
+            cell.stream = Some(Pipe::new(socket, self.proxy.clone())?);
             Ok(Box::new(cell) as Box<dyn Cell>)
         })
     }
@@ -150,8 +139,8 @@ impl Cell for LocalCell {
 
     fn traffic(&mut self) -> Boxed<'_, Vec<NetworkRequest>> {
         Box::pin(async {
-            match self.stream.as_ref().and_then(|s| s.traffic.as_ref()) {
-                Some(traffic) => traffic.take().await,
+            match &self.stream {
+                Some(stream) => stream.traffic().await,
                 None => Vec::new(),
             }
         })
@@ -159,8 +148,8 @@ impl Cell for LocalCell {
 
     fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
         Box::pin(async move {
-            if let Some(traffic) = self.stream.as_mut().and_then(|s| s.traffic.take()) {
-                traffic.close().await;
+            if let Some(stream) = &mut self.stream {
+                stream.close_network().await;
             }
             let autopsy = self.client.destroy(self.id).await;
             self.gone = true;
@@ -175,65 +164,6 @@ impl Drop for LocalCell {
             self.client.forget(self.id);
             self.client.kill(self.id);
         }
-    }
-}
-
-/// The stream to PID 1. Where there is a network, a listening socket of the sandbox's own loopback comes with the first
-/// bytes of it: whoever connects to that socket is this sandbox.
-struct Pipe {
-    stream: UnixStream,
-    /// While the listening socket is still to come.
-    proxy: Option<Arc<Proxy>>,
-    traffic: Option<Traffic>,
-}
-
-impl AsyncRead for Pipe {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        let Some(proxy) = self.proxy.clone() else {
-            return Pin::new(&mut self.stream).poll_read(cx, buffer);
-        };
-        loop {
-            ready!(self.stream.poll_read_ready(cx))?;
-            let received = self.stream.try_io(Interest::READABLE, || {
-                client::receive_passed(&self.stream, buffer.initialize_unfilled())
-            });
-            match received {
-                Ok((n, passed)) => {
-                    buffer.advance(n);
-                    self.proxy = None;
-                    if let Some(listener) = passed {
-                        let listener = std::net::TcpListener::from(listener);
-                        listener.set_nonblocking(true)?;
-                        self.traffic = Some(proxy.serve(TcpListener::from_std(listener)?));
-                    }
-                    return Poll::Ready(Ok(()));
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                Err(error) => return Poll::Ready(Err(error)),
-            }
-        }
-    }
-}
-
-impl AsyncWrite for Pipe {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        cx: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, bytes)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
     }
 }
 

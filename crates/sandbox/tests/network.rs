@@ -501,9 +501,8 @@ async fn requests_are_told_with_their_call_and_their_sandbox() {
             .collect()
     };
     let many = |who: &str| {
-        (0..5)
-            .map(|i| format!("curl -sS {} >/dev/null;", web.url(&format!("/{who}{i}"))))
-            .collect::<String>()
+        let urls: Vec<_> = (0..5).map(|i| web.url(&format!("/{who}{i}"))).collect();
+        format!("for u in {}; do curl -sS $u; done", urls.join(" "))
     };
     let (in_a, in_b) = (many("a"), many("b"));
     let (ra, rb) = tokio::join!(shell(&mut a, &in_a), shell(&mut b, &in_b));
