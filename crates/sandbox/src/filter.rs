@@ -6,110 +6,18 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::{Value, json};
-
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition,
     SeccompFilter, SeccompRule, TargetArch,
 };
+use serde_json::{Value, json};
 
 /// The first system call number that this list does not know (Linux 6.18 ends before it).
 const FIRST_UNKNOWN: u32 = 470;
 
-/// Numbers and names of system calls.
-macro_rules! calls {
-    ($($name:ident,)*) => {
-        &[$((libc::$name, stringify!($name))),*]
-    };
-}
-
-const REFUSED: &[(i64, &str)] = calls![
-    // Mounts and other roots.
-    SYS_mount,
-    SYS_umount2,
-    SYS_pivot_root,
-    SYS_chroot,
-    SYS_move_mount,
-    SYS_open_tree,
-    SYS_fsopen,
-    SYS_fsconfig,
-    SYS_fsmount,
-    SYS_fspick,
-    SYS_mount_setattr,
-    SYS_swapon,
-    SYS_swapoff,
-    SYS_quotactl,
-    SYS_quotactl_fd,
-    // Namespaces (clone is looked into below).
-    SYS_unshare,
-    SYS_setns,
-    // Other processes' insides.
-    SYS_ptrace,
-    SYS_process_vm_readv,
-    SYS_process_vm_writev,
-    SYS_process_madvise,
-    SYS_process_mrelease,
-    SYS_pidfd_getfd,
-    SYS_kcmp,
-    // Wide kernel interfaces with a history.
-    SYS_bpf,
-    SYS_perf_event_open,
-    SYS_userfaultfd,
-    SYS_io_uring_setup,
-    SYS_io_uring_enter,
-    SYS_io_uring_register,
-    SYS_keyctl,
-    SYS_add_key,
-    SYS_request_key,
-    SYS_memfd_secret,
-    SYS_vmsplice,
-    SYS_fanotify_init,
-    SYS_name_to_handle_at,
-    SYS_open_by_handle_at,
-    SYS_lookup_dcookie,
-    SYS_modify_ldt,
-    SYS_remap_file_pages,
-    // The machine itself.
-    SYS_reboot,
-    SYS_kexec_load,
-    SYS_kexec_file_load,
-    SYS_init_module,
-    SYS_finit_module,
-    SYS_delete_module,
-    SYS_acct,
-    SYS_syslog,
-    SYS_iopl,
-    SYS_ioperm,
-    SYS_sethostname,
-    SYS_setdomainname,
-    SYS_settimeofday,
-    SYS_clock_settime,
-    SYS_clock_adjtime,
-    SYS_adjtimex,
-    SYS_vhangup,
-    SYS_uselib,
-    SYS_ustat,
-    SYS_sysfs,
-    SYS__sysctl,
-    SYS_nfsservctl,
-    SYS_migrate_pages,
-    SYS_move_pages,
-    SYS_mbind,
-    SYS_set_mempolicy,
-];
-
-/// Calls that the libc crate has no name for.
-const REFUSED_NEWER: &[(i64, &str)] = &[
-    (457, "statmount"),
-    (458, "listmount"),
-    (467, "open_tree_attr"),
-];
-
-
-/// Sockets may be of these families: vsock leads to the hypervisor, packet and netlink to the kernel.
+/// Families that sockets may be of.
 const FAMILIES: [i32; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
 
-/// New namespaces by clone (a new time namespace cannot be asked for this way: its bit is part of the exit signal).
 const NAMESPACES: [i32; 7] = [
     libc::CLONE_NEWUSER,
     libc::CLONE_NEWNS,
@@ -120,18 +28,110 @@ const NAMESPACES: [i32; 7] = [
     libc::CLONE_NEWCGROUP,
 ];
 
-/// Typing into a terminal on behalf of its user: TIOCSTI and TIOCLINUX.
-const TYPING: [u64; 2] = [libc::TIOCSTI, 0x541C];
+const TYPING: [u64; 2] = [libc::TIOCSTI, 0x541C /* TIOCLINUX */];
 
-fn refused() -> impl Iterator<Item = (i64, &'static str)> {
-    REFUSED.iter().chain(REFUSED_NEWER).copied()
+/// Numbers and names of system calls.
+macro_rules! calls {
+    ($($head:tt $(:: $name:ident)?,)*) => {
+        &[$(($head $(:: $name)?, stringify!($head $($name)?))),*]
+    };
 }
+
+/// The refused calls' numbers; their names are wanted by container engines.
+const REFUSED: &[i64] = &{
+    let mut numbers = [0; NAMED.len()];
+    let mut i = 0;
+    while i < numbers.len() {
+        numbers[i] = NAMED[i].0;
+        i += 1;
+    }
+    numbers
+};
+
+#[rustfmt::skip]
+const NAMED: &[(i64, &str)] = calls![
+    // Mounts and other roots.
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_move_mount,
+    libc::SYS_open_tree,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    457, // statmount
+    458, // listmount
+    467, // open_tree_attr
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_quotactl,
+    libc::SYS_quotactl_fd,
+    // Namespaces (clone is looked into below).
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    // Other processes' insides.
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_process_mrelease,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_kcmp,
+    // Wide kernel interfaces with a history.
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_keyctl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_memfd_secret,
+    libc::SYS_vmsplice,
+    libc::SYS_fanotify_init,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_lookup_dcookie,
+    libc::SYS_modify_ldt,
+    libc::SYS_remap_file_pages,
+    // The machine itself.
+    libc::SYS_reboot,
+    libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_acct,
+    libc::SYS_syslog,
+    libc::SYS_iopl,
+    libc::SYS_ioperm,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_clock_adjtime,
+    libc::SYS_adjtimex,
+    libc::SYS_vhangup,
+    libc::SYS_uselib,
+    libc::SYS_ustat,
+    libc::SYS_sysfs,
+    libc::SYS__sysctl,
+    libc::SYS_nfsservctl,
+    libc::SYS_migrate_pages,
+    libc::SYS_move_pages,
+    libc::SYS_mbind,
+    libc::SYS_set_mempolicy,
+];
 
 /// The compiled filter, as an array of `struct sock_filter`.
 pub fn program() -> Result<Vec<u8>, String> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = refused()
-        .map(|(call, _)| (call, Vec::new()))
-        .collect();
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> =
+        REFUSED.iter().map(|call| (*call, Vec::new())).collect();
+    // Sockets other than unix, inet and inet6: vsock leads to the hypervisor, packet and netlink to the kernel.
     let no_family: Vec<_> = FAMILIES
         .iter()
         .map(|family| condition(0, Op::Ne, *family as u64))
@@ -141,6 +141,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         libc::SYS_socketpair,
         vec![rule(vec![condition(0, Op::Ne, libc::AF_UNIX as u64)?])?],
     );
+    // New namespaces by clone (a new time namespace cannot be asked for this way: its bit is part of the exit signal).
     let clone = NAMESPACES
         .iter()
         .map(|flag| {
@@ -149,6 +150,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         })
         .collect::<Result<_, _>>()?;
     rules.insert(libc::SYS_clone, clone);
+    // Typing into a terminal on behalf of its user.
     let ioctl = TYPING
         .iter()
         .map(|request| rule(vec![condition(1, Op::Eq, *request)?]))
@@ -199,8 +201,9 @@ pub fn profile() -> String {
     // difference.
     let low = u64::from(u32::MAX);
     let equals = |index: u32, value: u64| json!({"index": index, "value": low, "valueTwo": value, "op": "SCMP_CMP_MASKED_EQ"});
-    let names: Vec<&str> = refused()
-        .map(|(_, name)| name.trim_start_matches("SYS_"))
+    let names: Vec<&str> = NAMED
+        .iter()
+        .map(|(number, name)| name_of(*number, name))
         .collect();
     refuse(&names, libc::EPERM, json!([]));
     let last = 63;
@@ -246,6 +249,16 @@ pub fn profile() -> String {
     .to_string()
 }
 
+/// A call's name as engines know it.
+fn name_of(number: i64, written: &'static str) -> &'static str {
+    match number {
+        457 => "statmount",
+        458 => "listmount",
+        467 => "open_tree_attr",
+        _ => written.trim_start_matches("libc SYS_"),
+    }
+}
+
 fn condition(argument: u8, op: Op, value: u64) -> Result<SeccompCondition, String> {
     SeccompCondition::new(argument, Len::Dword, op, value).map_err(|e| e.to_string())
 }
@@ -263,10 +276,24 @@ mod tests {
     #[test]
     fn the_profile_for_engines_names_every_refused_call() {
         let profile: serde_json::Value = serde_json::from_str(&super::profile()).unwrap();
+        let known = |name: &str| {
+            name.bytes()
+                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'_')
+        };
+        assert!(
+            profile["syscalls"][0]["names"]
+                .as_array()
+                .unwrap()
+                .iter()
+                .all(|n| known(n.as_str().unwrap()))
+        );
         let first = &profile["syscalls"][0]["names"];
-        assert_eq!(first.as_array().unwrap().len(), super::refused().count());
+        assert_eq!(first.as_array().unwrap().len(), super::REFUSED.len());
         for name in ["mount", "io_uring_setup", "_sysctl", "statmount"] {
-            assert!(first.as_array().unwrap().iter().any(|n| n == name), "{name}");
+            assert!(
+                first.as_array().unwrap().iter().any(|n| n == name),
+                "{name}"
+            );
         }
         let vsock = profile["syscalls"].as_array().unwrap().iter().any(|rule| {
             rule["names"][0] == "socket" && rule["args"][0]["valueTwo"] == libc::AF_VSOCK

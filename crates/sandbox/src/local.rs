@@ -10,7 +10,8 @@ use drillyard_sandbox_init::frame;
 
 use crate::client::Client;
 use crate::{
-    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream,
+    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, SandboxConfig, SandboxError,
+    Stream,
 };
 use crate::{filter, host};
 
