@@ -35,8 +35,7 @@ pub fn run() -> ExitCode {
         return ExitCode::from(2);
     };
     let elsewhere = contained.witnesses.iter().find(|w| {
-        std::fs::metadata(&w.inside)
-            .map_or(true, |m| (m.dev(), m.ino()) != (w.device, w.inode))
+        std::fs::metadata(&w.inside).map_or(true, |m| (m.dev(), m.ino()) != (w.device, w.inode))
     });
     if let Some(witness) = elsewhere {
         let greeting = Greeting::Elsewhere {

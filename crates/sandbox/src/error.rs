@@ -53,7 +53,9 @@ pub enum SandboxError {
         message: String,
     },
     /// The container engine answers no more; what it ran may live or not.
-    #[error("the container engine at {engine} answers no more ({message}); once it does, start a new pool")]
+    #[error(
+        "the container engine at {engine} answers no more ({message}); once it does, start a new pool"
+    )]
     EngineGone {
         /// Its address.
         engine: String,

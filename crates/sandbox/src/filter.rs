@@ -108,7 +108,6 @@ const REFUSED_NEWER: &[(i64, &str)] = &[
     (467, "open_tree_attr"),
 ];
 
-
 /// Sockets may be of these families: vsock leads to the hypervisor, packet and netlink to the kernel.
 const FAMILIES: [i32; 3] = [libc::AF_UNIX, libc::AF_INET, libc::AF_INET6];
 
@@ -400,7 +399,10 @@ mod tests {
         let first = &profile["syscalls"][0]["names"];
         assert_eq!(first.as_array().unwrap().len(), super::refused().count());
         for name in ["mount", "io_uring_setup", "_sysctl", "statmount"] {
-            assert!(first.as_array().unwrap().iter().any(|n| n == name), "{name}");
+            assert!(
+                first.as_array().unwrap().iter().any(|n| n == name),
+                "{name}"
+            );
         }
         let vsock = profile["syscalls"].as_array().unwrap().iter().any(|rule| {
             rule["names"][0] == "socket" && rule["args"][0]["valueTwo"] == libc::AF_VSOCK

@@ -35,7 +35,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Sleep, timeout};
 
 use crate::network::{
-    AllowList, CacheUse, Host, NetworkLimits, NetworkRequest, Permit, NetworkVerdict, split_port,
+    AllowList, CacheUse, Host, NetworkLimits, NetworkRequest, NetworkVerdict, Permit, split_port,
 };
 use crate::{SandboxError, Stream};
 

@@ -299,15 +299,16 @@ impl Drill<'_> {
 /// The settings of the sandboxes as the sandbox crate takes them.
 pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failure> {
     let settings = &pipeline.sandbox;
-    if settings.backend != "local" {
+    if !["local", "docker"].contains(&settings.backend.as_str()) {
         return Err(Failure::new(
             USAGE,
             format!("sandbox.backend: '{}' is not known", settings.backend),
         )
-        .hint("the backend is \"local\""));
+        .hint("the backends are \"local\" and \"docker\""));
     }
     let limits = &settings.limits;
     Ok(SandboxConfig {
+        backend: settings.backend.clone(),
         image: Image::Host,
         limits: Limits {
             call_timeout: Duration::from_secs_f64(limits.call_s),

@@ -44,6 +44,10 @@ impl AsyncRead for Attached {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
+        // Who reads waits for an answer: the question must be on its way, which TLS does not see to by itself.
+        if let Poll::Ready(Err(error)) = self.input.as_mut().poll_flush(cx) {
+            return Poll::Ready(Err(error));
+        }
         while self.left.is_empty() {
             match ready!(self.output.as_mut().poll_next(cx)) {
                 None => return Poll::Ready(Ok(())),
@@ -56,10 +60,7 @@ impl AsyncRead for Attached {
                 }
                 Some(Err(error)) => {
                     // However the connection broke, it is gone.
-                    return Poll::Ready(Err(io::Error::new(
-                        io::ErrorKind::ConnectionReset,
-                        error,
-                    )));
+                    return Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionReset, error)));
                 }
             }
         }
@@ -98,10 +99,16 @@ mod tests {
     async fn only_standard_output_is_the_stream() {
         let piece = |m: &'static str| Bytes::from_static(m.as_bytes());
         let output = futures::stream::iter([
-            Ok(LogOutput::StdOut { message: piece("he") }),
-            Ok(LogOutput::StdErr { message: piece("oops\n") }),
+            Ok(LogOutput::StdOut {
+                message: piece("he"),
+            }),
+            Ok(LogOutput::StdErr {
+                message: piece("oops\n"),
+            }),
             Ok(LogOutput::StdOut { message: piece("") }),
-            Ok(LogOutput::StdOut { message: piece("llo") }),
+            Ok(LogOutput::StdOut {
+                message: piece("llo"),
+            }),
         ]);
         let mut attached = Attached::new(AttachContainerResults {
             output: Box::pin(output),
@@ -109,6 +116,9 @@ mod tests {
         });
         let mut text = String::new();
         attached.read_to_string(&mut text).await.unwrap();
-        assert_eq!((text.as_str(), attached.noise().as_str()), ("hello", "oops"));
+        assert_eq!(
+            (text.as_str(), attached.noise().as_str()),
+            ("hello", "oops")
+        );
     }
 }

@@ -163,7 +163,11 @@ fn component(digest: &str) -> String {
         }
     }
     let name = name.trim_end_matches('-');
-    if name.is_empty() { "rootfs".into() } else { name.into() }
+    if name.is_empty() {
+        "rootfs".into()
+    } else {
+        name.into()
+    }
 }
 
 /// The best shell of a root file system. Links count as being there: where they lead is only known inside.
@@ -251,7 +255,12 @@ impl Content {
             }
         }
         for made in &self.made {
-            add(EntryType::Regular, 0o644, &made.inside, made.text.as_bytes())?;
+            add(
+                EntryType::Regular,
+                0o644,
+                &made.inside,
+                made.text.as_bytes(),
+            )?;
         }
         for (from, path) in &self.programs {
             add(EntryType::Regular, 0o755, path, &fs_err::read(from)?)?;
@@ -338,7 +347,10 @@ async fn import(
     tracing::info!(repository, tag, "importing the image");
     let (send, mut receive) = mpsc::channel(16);
     let packing = tokio::task::spawn_blocking(move || {
-        let packed = content.write(io::BufWriter::with_capacity(256 << 10, Chunks(send.clone())));
+        let packed = content.write(io::BufWriter::with_capacity(
+            256 << 10,
+            Chunks(send.clone()),
+        ));
         if let Err(error) = &packed {
             // The engine must see that this is not all.
             let _ = send.blocking_send(Err(io::Error::new(error.kind(), error.to_string())));
@@ -354,8 +366,11 @@ async fn import(
     let body = futures::stream::poll_fn(move |cx| receive.poll_recv(cx));
     let api = engine.api.clone().with_timeout(IMPORT);
     let imported = async {
-        let mut said =
-            std::pin::pin!(api.create_image(Some(options), Some(bollard::body_try_stream(body)), None));
+        let mut said = std::pin::pin!(api.create_image(
+            Some(options),
+            Some(bollard::body_try_stream(body)),
+            None
+        ));
         while let Some(line) = said.next().await {
             line?;
         }
@@ -407,12 +422,16 @@ mod tests {
         for entry in tar::Archive::new(bytes.as_slice()).entries().unwrap() {
             let entry = entry.unwrap();
             let link = entry.link_name().unwrap().map(|l| l.display().to_string());
-            found.insert(entry.path().unwrap().display().to_string(), (entry.size(), link));
+            found.insert(
+                entry.path().unwrap().display().to_string(),
+                (entry.size(), link),
+            );
         }
         let names: Vec<_> = found.keys().map(String::as_str).collect();
         assert_eq!(
             names,
-            ["bin/", "bin/other", "bin/sh", "etc/", "etc/link", "proc/"].map(|n| n.trim_end_matches('/')),
+            ["bin/", "bin/other", "bin/sh", "etc/", "etc/link", "proc/"]
+                .map(|n| n.trim_end_matches('/')),
             "{found:?}"
         );
         assert_eq!(found["etc/link"].1.as_deref(), Some("/etc/shadow"));

@@ -157,7 +157,13 @@ impl Docker {
         let mut first = frame::encode(&contained, filter.len())?;
         first.extend_from_slice(&filter);
         let owner = format!("{}-{}", owner()?, POOLS.fetch_add(1, Ordering::Relaxed));
-        let body = body(&engine, &contained.limits, &owner, prepared.name, prepared.mounts);
+        let body = body(
+            &engine,
+            &contained.limits,
+            &owner,
+            prepared.name,
+            prepared.mounts,
+        );
         let shared = Arc::new(Shared {
             engine,
             owner,
@@ -237,7 +243,7 @@ impl Docker {
             .attach_container(&cell.id, Some(options))
             .await
             .map_err(|e| engine.fault("attaching to a container", &e))?;
-        let stream = cell.stream.insert(Attached::new(attached));
+        let mut stream = Attached::new(attached);
         engine
             .api
             .start_container(&cell.id, None)
@@ -255,7 +261,10 @@ impl Docker {
         }
         .await;
         match greeting {
-            Ok(Greeting::Settled(settled)) => Ok((cell, settled)),
+            Ok(Greeting::Settled(settled)) => {
+                cell.stream = Some(Mutex::new(stream));
+                Ok((cell, settled))
+            }
             Ok(Greeting::Elsewhere { inside }) => Err(elsewhere(
                 engine,
                 &format!("{inside} is another directory there"),
@@ -311,13 +320,15 @@ impl Backend for Docker {
 struct DockerCell {
     id: String,
     shared: Arc<Shared>,
-    stream: Option<Attached>,
+    /// Never locked: it makes the cell one that threads can share.
+    stream: Option<Mutex<Attached>>,
     gone: bool,
 }
 
 impl Cell for DockerCell {
     fn stream(&mut self) -> Option<&mut dyn Stream> {
-        self.stream.as_mut().map(|s| s as &mut dyn Stream)
+        let stream = self.stream.as_mut()?.get_mut();
+        Some(stream.unwrap_or_else(PoisonError::into_inner))
     }
 
     fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
@@ -325,7 +336,10 @@ impl Cell for DockerCell {
             self.gone = true;
             self.stream = None;
             let removed = timeout(REMOVE, remove(&self.shared.engine, &self.id)).await;
-            let fate = self.shared.fate(&self.id, matches!(removed, Ok(Ok(())))).await;
+            let fate = self
+                .shared
+                .fate(&self.id, matches!(removed, Ok(Ok(()))))
+                .await;
             Autopsy {
                 // As shells do, engines tell of a signal by an exit code beyond 128.
                 signal: fate
@@ -366,7 +380,10 @@ impl Shared {
                 let more = self.told.notified();
                 tokio::pin!(more);
                 more.as_mut().enable();
-                if locked(&self.fates).get(id).is_some_and(|f| f.exit_code.is_some()) {
+                if locked(&self.fates)
+                    .get(id)
+                    .is_some_and(|f| f.exit_code.is_some())
+                {
                     return;
                 }
                 more.await;
@@ -403,6 +420,9 @@ impl Shared {
 
 /// Listens to what the engine tells of this pool's containers, as long as the pool lives.
 async fn watch(shared: Weak<Shared>) {
+    let started = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |since| since.as_secs());
     while let Some(strong) = shared.upgrade() {
         let filters = HashMap::from([
             ("type".to_owned(), vec!["container".to_owned()]),
@@ -416,6 +436,8 @@ async fn watch(shared: Weak<Shared>) {
             ),
         ]);
         let options = EventsOptions {
+            // Told again from here on, whenever the connection stands.
+            since: Some(started.to_string()),
             filters: Some(filters),
             ..EventsOptions::default()
         };
@@ -464,7 +486,10 @@ async fn sweep(engine: &Engine) -> u64 {
     let found = match engine.api.list_containers(Some(options)).await {
         Ok(found) => found,
         Err(error) => {
-            tracing::warn!(error = chain(&error), "leftover containers could not be looked for");
+            tracing::warn!(
+                error = chain(&error),
+                "leftover containers could not be looked for"
+            );
             return 0;
         }
     };
@@ -579,6 +604,8 @@ fn body(
         attach_stdout: Some(true),
         attach_stderr: Some(true),
         open_stdin: Some(true),
+        // What ends it need not ask first: it holds nothing that outlives it.
+        stop_signal: Some("SIGKILL".to_owned()),
         // The input ends with the connection: so a container ends with its program.
         stdin_once: Some(true),
         tty: Some(false),
@@ -645,10 +672,7 @@ fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport 
         if holds {
             (Holds::Yes, groups.clone())
         } else {
-            (
-                Holds::No,
-                format!("{} cannot limit this here", engine.name),
-            )
+            (Holds::No, format!("{} cannot limit this here", engine.name))
         }
     };
     let info = &engine.info;
@@ -673,7 +697,11 @@ fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport 
     rows.push(row(
         "memory",
         mib(limits.memory_bytes),
-        if holds == Holds::Yes && swaps { Holds::Partly } else { holds },
+        if holds == Holds::Yes && swaps {
+            Holds::Partly
+        } else {
+            holds
+        },
         how,
     ));
     let (holds, how) = by_group(granted(found.pids, limits.pids + 1, info.pids_limit));
@@ -709,7 +737,11 @@ fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport 
         },
         format!(
             "size{} of a tmpfs each: {}",
-            if counted { " and inodes" } else { ", but no number of files," },
+            if counted {
+                " and inodes"
+            } else {
+                ", but no number of files,"
+            },
             parts.join(", ")
         ),
     ));
@@ -768,7 +800,12 @@ fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport 
     ));
     LimitsReport {
         backend: "docker".into(),
-        mode: if engine.has("rootless") { "user" } else { "root" }.into(),
+        mode: if engine.has("rootless") {
+            "user"
+        } else {
+            "root"
+        }
+        .into(),
         rows,
     }
 }

@@ -199,7 +199,10 @@ async fn a_plain_request_is_written_anew_and_its_answer_relayed() {
         ("GET", "good.test", port, Some(200))
     );
     assert!(request.url.ends_with("/a?b=c") && request.note.is_none());
-    assert_eq!((request.verdict, request.cache), (NetworkVerdict::Allowed, None));
+    assert_eq!(
+        (request.verdict, request.cache),
+        (NetworkVerdict::Allowed, None)
+    );
     assert!(request.received_bytes > 5 && request.sent_bytes > 20);
     let text = serde_json::to_string(&request).unwrap();
     assert_eq!(
@@ -393,7 +396,11 @@ async fn what_is_not_listed_or_can_be_read_two_ways_is_refused() {
             );
         }
         assert_eq!(logged.len(), 1, "{request}{logged:?}");
-        assert_eq!(logged[0].verdict, NetworkVerdict::Refused, "{request}{logged:?}");
+        assert_eq!(
+            logged[0].verdict,
+            NetworkVerdict::Refused,
+            "{request}{logged:?}"
+        );
         assert!(logged[0].note.is_some());
         assert_eq!(origin.heard().len(), 1, "{request}");
     }
@@ -783,7 +790,11 @@ async fn connections_requests_and_bytes_are_bounded() {
     let requests = way.traffic.take().await;
     assert_eq!(
         requests.iter().map(|r| r.verdict).collect::<Vec<_>>(),
-        [NetworkVerdict::Allowed, NetworkVerdict::Failed, NetworkVerdict::Refused],
+        [
+            NetworkVerdict::Allowed,
+            NetworkVerdict::Failed,
+            NetworkVerdict::Refused
+        ],
         "{requests:?}"
     );
 }
