@@ -17,8 +17,10 @@ use crate::sys::{self, Cloned};
 
 /// Between asking a tree to end and killing it.
 const GRACE: Duration = Duration::from_millis(50);
-/// Told by the child on its side pipe when it could not start its program.
+/// Told by the child on its side pipe when it could not start its program: the tool's own fault.
 const NO_START: u8 = 1;
+/// Told when it could not give up a privilege or take a limit on: nothing was run.
+const NO_SETUP: u8 = 2;
 
 enum Tool<'a> {
     Program {
@@ -36,6 +38,8 @@ enum Tool<'a> {
     List {
         path: &'a str,
     },
+    /// Words that no program can be started with; what is wrong with them.
+    Impossible(&'static str),
 }
 
 /// Runs a call and answers it; bytes go to `out`.
@@ -70,9 +74,17 @@ fn prepare<'a>(
     what: &'a What,
     body: &'a [u8],
 ) -> Result<(Tool<'a>, &'a [u8]), String> {
-    let nul = |_| String::from("an argument holds a NUL byte");
+    // Words no system call can carry are the caller's mistake, like a program that isn't there.
+    let impossible = |why| Ok((Tool::Impossible(why), &[][..]));
+    const NUL: &str = "an argument holds a NUL byte";
+    let nul = |_| String::from(NUL);
     let outside = || String::from("content lies outside the message");
     Ok(match what {
+        What::Shell { command } if command.contains('\0') => return impossible(NUL),
+        What::Exec { argv, .. } if argv.is_empty() => return impossible("no program is named"),
+        What::Exec { argv, .. } if argv.iter().any(|a| a.contains('\0')) => {
+            return impossible(NUL);
+        }
         What::Shell { command } => {
             let shell = CString::new(inside.start.shell.as_str()).map_err(nul)?;
             let argv = vec![
@@ -268,6 +280,7 @@ fn call(
         limit,
         &mut buffer,
     );
+    remove_ipc(inside)?;
     // Every writer is dead: what the pipes still hold is all there will be.
     let flooded = stdout.drain(limit, &mut buffer) | stderr.drain(limit, &mut buffer);
     let end = if flooded && end == End::Finished {
@@ -290,12 +303,15 @@ fn call(
         Some(s) if libc::WIFSIGNALED(s) => (None, Some(libc::WTERMSIG(s))),
         _ => (None, None),
     };
-    if told == 5 && side[0] == NO_START {
-        let [_, a, b, c, d, ..] = side;
+    if told == 5 {
+        let [what, a, b, c, d, ..] = side;
         let error = io::Error::from_raw_os_error(i32::from_le_bytes([a, b, c, d]));
         let Tool::Program { argv, .. } = tool else {
             return Err(error);
         };
+        if what != NO_START {
+            return Err(error);
+        }
         let name = argv
             .first()
             .map(|n| n.to_string_lossy().into_owned())
@@ -439,12 +455,37 @@ fn finish(
     }
 }
 
+/// Removes shared memory, queues and semaphores that outlast their processes: they would hold memory that no later call
+/// could free, and only files are promised to last.
+fn remove_ipc(inside: &Inside<'_>) -> io::Result<()> {
+    if !sys::has_ipc() {
+        return Ok(());
+    }
+    match sys::fork()? {
+        Cloned::Child => {
+            // Only their owner may remove them.
+            let own = sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID);
+            sys::exit(i32::from(own.and_then(|()| sys::remove_ipc()).is_err()))
+        }
+        Cloned::Parent(pid) => sys::reap(pid, true).map(drop),
+    }
+}
+
 /// The tool's own process: gives up every privilege, then becomes the tool.
 fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd) -> ! {
-    let become_tool = || -> io::Result<i32> {
+    let mut telling = side;
+    let mut become_tool = || -> io::Result<()> {
         let start = inside.start;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::setsid() })?;
+        if inside.meter.oom.is_some() {
+            // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
+            // nothing else runs in the sandbox now, and executing a program makes it so anyway. Under
+            // Landlock's rules it cannot be opened at all, so that a tool stays first in line.
+            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
+            let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
+        }
         if let Some(rules) = &inside.rules {
             landlock::enter(rules)?;
         }
@@ -452,17 +493,11 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
             sys::dup3(from, to)?;
         }
         sys::dup3(side, 3)?;
+        telling = 3;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::fcntl(3, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         sys::close_from(4)?;
         sys::reset_signals();
-        if inside.meter.oom.is_some() {
-            // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
-            // nothing else runs in the sandbox now, and executing a program makes it so anyway.
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
-            let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
-        }
         sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
         sys::setrlimit(libc::RLIMIT_NOFILE, start.limits.open_files)?;
         // Above the disk's size, so that a full disk says so; only files that are large by their holes meet it.
@@ -471,26 +506,28 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
             sys::setrlimit(libc::RLIMIT_DATA, start.limits.memory_bytes)?;
         }
         sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID)?;
-        sys::set_capabilities(0)?;
-        match tool {
-            Tool::Program { candidates, argv } => Err(execute(candidates, argv, &start.env)),
-            Tool::Read { path, max } => Ok(filetools::read_file(path, *max, 3)),
-            Tool::Write { path, content } => Ok(filetools::write_file(path, content)),
-            Tool::List { path } => Ok(filetools::list_dir(path)),
-        }
+        sys::set_capabilities(0)
     };
-    match become_tool() {
-        Ok(code) => sys::exit(code),
-        Err(error) => {
-            let mut told = vec![NO_START];
-            told.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
-            // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
-            if sys::write_all(3, &told).is_err() {
-                let _ = sys::write_all(side, &told);
+    let (told, error) = match become_tool() {
+        Err(error) => (NO_SETUP, error),
+        Ok(()) => match tool {
+            Tool::Program { candidates, argv } => (
+                NO_START,
+                execute(candidates, argv, &inside.start.env),
+            ),
+            Tool::Read { path, max } => sys::exit(filetools::read_file(path, *max, 3)),
+            Tool::Write { path, content } => sys::exit(filetools::write_file(path, content)),
+            Tool::List { path } => sys::exit(filetools::list_dir(path)),
+            Tool::Impossible(why) => {
+                let _ = sys::write_all(2, format!("{why}\n").as_bytes());
+                sys::exit(126)
             }
-            sys::exit(126)
-        }
-    }
+        },
+    };
+    let mut message = vec![told];
+    message.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
+    let _ = sys::write_all(telling, &message);
+    sys::exit(126)
 }
 
 /// Where PID 1 shares the tools' id it counts as one of their processes.

@@ -21,6 +21,8 @@ const PACKET: usize = 192 << 10;
 
 /// Plays the helper until the control socket closes.
 pub fn run() -> ExitCode {
+    // It may be run from a copy in memory, which has no name.
+    sys::set_name(c"drillyard-init");
     let mut buffer = vec![0; PACKET];
     let Some((start, filter)) = receive_start(&mut buffer) else {
         return ExitCode::from(2);

@@ -101,7 +101,28 @@ pub fn program() -> Result<Vec<u8>, String> {
         .iter()
         .map(|family| condition(0, Op::Ne, *family as u64))
         .collect::<Result<_, _>>()?;
-    rules.insert(libc::SYS_socket, vec![rule(no_family)?]);
+    let mut sockets = vec![rule(no_family)?];
+    // Of the internet families only streams and datagrams of TCP and UDP: raw ones reach other protocols, and asking for
+    // a rare protocol makes the kernel load its module.
+    let internet = || condition(0, Op::Ne, libc::AF_UNIX as u64);
+    for kind in [
+        libc::SOCK_RAW,
+        libc::SOCK_RDM,
+        libc::SOCK_SEQPACKET,
+        6, // SOCK_DCCP
+        10, // SOCK_PACKET
+    ] {
+        sockets.push(rule(vec![
+            internet()?,
+            condition(1, Op::MaskedEq(0xf), kind as u64)?,
+        ])?);
+    }
+    let mut rare = vec![internet()?];
+    for protocol in [0, libc::IPPROTO_TCP, libc::IPPROTO_UDP] {
+        rare.push(condition(2, Op::Ne, protocol as u64)?);
+    }
+    sockets.push(rule(rare)?);
+    rules.insert(libc::SYS_socket, sockets);
     rules.insert(
         libc::SYS_socketpair,
         vec![rule(vec![condition(0, Op::Ne, libc::AF_UNIX as u64)?])?],
@@ -145,7 +166,7 @@ pub fn program() -> Result<Vec<u8>, String> {
     let compiled: BpfProgram = filter
         .try_into()
         .map_err(|e: seccompiler::BackendError| e.to_string())?;
-    let mut bytes = Vec::with_capacity(8 * (compiled.len() + 4));
+    let mut bytes = Vec::with_capacity(8 * (compiled.len() + 7));
     let mut add = |code: u16, jt: u8, jf: u8, k: u32| {
         bytes.extend_from_slice(&code.to_le_bytes());
         bytes.extend_from_slice(&[jt, jf]);
@@ -156,6 +177,10 @@ pub fn program() -> Result<Vec<u8>, String> {
     add(0x35, 1, 0, FIRST_UNKNOWN); // at least this: to the return
     add(0x15, 0, 1, libc::SYS_clone3 as u32); // not clone3: over the return
     add(0x06, 0, 0, missing);
+    // The host's disks are not the sandbox's to flush, and its own files are on none: done at once.
+    add(0x15, 1, 0, libc::SYS_sync as u32);
+    add(0x15, 0, 1, libc::SYS_syncfs as u32);
+    add(0x06, 0, 0, libc::SECCOMP_RET_ERRNO);
     for i in &compiled {
         add(i.code, i.jt, i.jf, i.k);
     }
