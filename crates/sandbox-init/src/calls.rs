@@ -511,10 +511,9 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
     let (told, error) = match become_tool() {
         Err(error) => (NO_SETUP, error),
         Ok(()) => match tool {
-            Tool::Program { candidates, argv } => (
-                NO_START,
-                execute(candidates, argv, &inside.start.env),
-            ),
+            Tool::Program { candidates, argv } => {
+                (NO_START, execute(candidates, argv, &inside.start.env))
+            }
             Tool::Read { path, max } => sys::exit(filetools::read_file(path, *max, 3)),
             Tool::Write { path, content } => sys::exit(filetools::write_file(path, content)),
             Tool::List { path } => sys::exit(filetools::list_dir(path)),

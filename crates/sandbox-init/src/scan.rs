@@ -218,13 +218,23 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
         ));
     }
     found.sort_by(|a, b| a.0.cmp(&b.0));
+    // Before any is read: holes cost nothing to whoever made them.
+    let total = found
+        .iter()
+        .fold(0_u64, |sum, (_, node)| sum.saturating_add(node.size));
+    if total > max_bytes {
+        return Err(format!(
+            "files are larger than {max_bytes} bytes together: {total}"
+        ));
+    }
     let mut entries = Vec::new();
-    let mut left = max_bytes;
     let mut head = MAX_TOLD_BYTES;
     let mut files = Files::default();
     for (path, node) in found {
         if !told(&path, &mut head) {
-            return Err(format!("names are longer than {MAX_TOLD_BYTES} bytes together"));
+            return Err(format!(
+                "names are longer than {MAX_TOLD_BYTES} bytes together"
+            ));
         }
         let mut odd = false;
         let name = text(&path, &mut odd);
@@ -232,18 +242,12 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
             return Err(format!("{name:?}: the name is not UTF-8"));
         }
         let bytes = match node.kind {
-            Kind::File => {
-                if node.size > left {
-                    return Err(format!(
-                        "{name}: files are larger than {max_bytes} bytes together"
-                    ));
-                }
-                left -= node.size;
-                files
-                    .content(&path, node.size)
-                    .ok_or_else(|| format!("{name}: cannot be read"))?
-            }
-            Kind::Link => files.target(&path).ok_or_else(|| format!("{name}: cannot be read"))?,
+            Kind::File => files
+                .content(&path, node.size)
+                .ok_or_else(|| format!("{name}: cannot be read"))?,
+            Kind::Link => files
+                .target(&path)
+                .ok_or_else(|| format!("{name}: cannot be read"))?,
             Kind::Dir => Vec::new(),
             Kind::Other => continue,
         };

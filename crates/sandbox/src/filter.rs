@@ -109,7 +109,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         libc::SOCK_RAW,
         libc::SOCK_RDM,
         libc::SOCK_SEQPACKET,
-        6, // SOCK_DCCP
+        6,  // SOCK_DCCP
         10, // SOCK_PACKET
     ] {
         sockets.push(rule(vec![

@@ -6,7 +6,8 @@
 //! also into the file that `DRILLYARD_ATTACK_MATRIX` names.
 //!
 //! Every target is attacked from a process of its own (this program again), so that an ordinary user's sandboxes are
-//! made by an ordinary user. `DRILLYARD_ATTACK_HEAVY` asks for the long variants.
+//! made by an ordinary user. `DRILLYARD_ATTACK_HEAVY` asks for the long variants, `DRILLYARD_ATTACK_TIMES` for how
+//! long each took.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 #![allow(
@@ -112,7 +113,7 @@ static ATTACKS: &[Attack] = &[
         apart::leftovers
     ),
     attack!(42, "forge calls to the control socket", apart::forged_calls),
-    attack!(43, "overwrite the shell", escape::shell),
+    attack!(43, "overwrite the shell", escape::overwrite_shell),
     attack!(44, "scan ports", apart::port_scan),
     attack!(45, "search /proc recursively", heavy resources::search_proc),
     attack!(46, "print tens of gigabytes", heavy resources::gigabytes),

@@ -6,7 +6,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
@@ -105,7 +105,7 @@ impl Worker {
                 .current_dir("/")
                 .uid(ORDINARY_ID)
                 .gid(ORDINARY_ID);
-            for name in ["DRILLYARD_ATTACK_HEAVY"] {
+            for name in ["DRILLYARD_ATTACK_HEAVY", "DRILLYARD_ATTACK_TIMES"] {
                 if let Some(value) = std::env::var_os(name) {
                     command.env(name, value);
                 }
@@ -231,6 +231,7 @@ pub fn work(name: &str) -> ExitCode {
         };
         let attack = ATTACKS.iter().find(|a| a.number == number).unwrap();
         let probe = attack.heavy.then(Probe::start);
+        let started = Instant::now();
         let outcome = runtime.block_on(async {
             let task = tokio::spawn((attack.run)(Arc::clone(&yard)));
             let stop = task.abort_handle();
@@ -247,6 +248,10 @@ pub fn work(name: &str) -> ExitCode {
                 }
             }
         });
+        if std::env::var_os("DRILLYARD_ATTACK_TIMES").is_some() {
+            let ms = started.elapsed().as_millis();
+            eprintln!("{ms:6} ms  {}", attack.test_name(name));
+        }
         took.extend(probe.map(Probe::stop).unwrap_or_default());
         say(&Said::Outcome(outcome));
     }
