@@ -478,14 +478,12 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
         let start = inside.start;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::setsid() })?;
-        if inside.meter.oom.is_some() {
-            // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
-            // nothing else runs in the sandbox now, and executing a program makes it so anyway. Under
-            // Landlock's rules it cannot be opened at all, so that a tool stays first in line.
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
-            let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
-        }
+        // The kernel shall choose a tool before PID 1, and before anything of the host's. The file can only be opened
+        // while this process is dumpable; nothing else runs in the sandbox now, and executing a program makes it so
+        // anyway. Under Landlock's rules it cannot be opened at all, so that a tool stays first in line.
+        let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
+        let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+        let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
         if let Some(rules) = &inside.rules {
             landlock::enter(rules)?;
         }

@@ -268,7 +268,7 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
             driver.how(Controller::Memory)
         } else {
             format!(
-                "for each process alone (RLIMIT_DATA); {}",
+                "for each process alone (RLIMIT_DATA), and not what they share or leave in sockets; {}",
                 driver.how(Controller::Memory)
             )
         },

@@ -93,7 +93,7 @@ impl Index {
             let name = text(path, &mut lost);
             let content = match node.kind {
                 Kind::File if node.size <= room => files.content(path, node.size),
-                Kind::Link => files.target(path),
+                Kind::Link => files.target(path).filter(|t| t.len() as u64 <= room),
                 _ => None,
             };
             lost |= match node.kind {
@@ -258,6 +258,11 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
             mtime_ns: Some(node.mtime_ns),
             content: put(out, &bytes),
         });
+        if out.len() as u64 > max_bytes {
+            return Err(format!(
+                "files and links are larger than {max_bytes} bytes together"
+            ));
+        }
     }
     Ok(entries)
 }

@@ -14,6 +14,9 @@ use seccompiler::{
 /// The first system call number that this list does not know (Linux 6.18 ends before it).
 const FIRST_UNKNOWN: u32 = 470;
 
+/// x86-64, as the kernel's audit calls it.
+const ARCHITECTURE: u32 = 0xC000_003E;
+
 const REFUSED: &[i64] = &[
     // Mounts and other roots.
     libc::SYS_mount,
@@ -156,6 +159,33 @@ pub fn program() -> Result<Vec<u8>, String> {
         libc::SYS_prlimit64,
         vec![rule(vec![condition(0, Op::Ne, 0)?, quad(2, Op::Ne, 0)?])?],
     );
+    // PID 1's share of the processors, by its number or by that user id: it must be awake when the clock runs out.
+    for call in [
+        libc::SYS_sched_setscheduler,
+        libc::SYS_sched_setparam,
+        libc::SYS_sched_setattr,
+        libc::SYS_sched_setaffinity,
+    ] {
+        rules.insert(call, vec![rule(vec![condition(0, Op::Eq, 1)?])?]);
+    }
+    for (call, by_user) in [
+        (libc::SYS_setpriority, libc::PRIO_USER as u64),
+        (libc::SYS_ioprio_set, 3),
+    ] {
+        let supervisor = rule(vec![condition(1, Op::Eq, 1)?])?;
+        rules.insert(
+            call,
+            vec![supervisor, rule(vec![condition(0, Op::Eq, by_user)?])?],
+        );
+    }
+    // Huge pages by the other two ways to them (see mmap below).
+    for (call, argument, flag) in [
+        (libc::SYS_memfd_create, 1, libc::MFD_HUGETLB as u64),
+        (libc::SYS_shmget, 2, libc::SHM_HUGETLB as u64),
+    ] {
+        let huge = rule(vec![condition(argument, Op::MaskedEq(flag), flag)?])?;
+        rules.insert(call, vec![huge]);
+    }
     let filter = SeccompFilter::new(
         rules,
         SeccompAction::Allow,
@@ -166,21 +196,31 @@ pub fn program() -> Result<Vec<u8>, String> {
     let compiled: BpfProgram = filter
         .try_into()
         .map_err(|e: seccompiler::BackendError| e.to_string())?;
-    let mut bytes = Vec::with_capacity(8 * (compiled.len() + 7));
+    let mut bytes = Vec::with_capacity(8 * (compiled.len() + 14));
     let mut add = |code: u16, jt: u8, jf: u8, k: u32| {
         bytes.extend_from_slice(&code.to_le_bytes());
         bytes.extend_from_slice(&[jt, jf]);
         bytes.extend_from_slice(&k.to_le_bytes());
     };
-    let missing = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
-    add(0x20, 0, 0, 0); // load the call's number
-    add(0x35, 1, 0, FIRST_UNKNOWN); // at least this: to the return
-    add(0x15, 0, 1, libc::SYS_clone3 as u32); // not clone3: over the return
-    add(0x06, 0, 0, missing);
+    let (load, equal, at_least, any_bit, answer) = (0x20, 0x15, 0x35, 0x45, 0x06);
+    let refused = |error: i32| libc::SECCOMP_RET_ERRNO | error as u32;
+    add(load, 0, 0, 4); // the architecture
+    add(equal, 1, 0, ARCHITECTURE);
+    add(answer, 0, 0, libc::SECCOMP_RET_KILL_PROCESS);
+    add(load, 0, 0, 0); // the call's number
+    add(at_least, 1, 0, FIRST_UNKNOWN);
+    add(equal, 0, 1, libc::SYS_clone3 as u32);
+    add(answer, 0, 0, refused(libc::ENOSYS));
     // The host's disks are not the sandbox's to flush, and its own files are on none: done at once.
-    add(0x15, 1, 0, libc::SYS_sync as u32);
-    add(0x15, 0, 1, libc::SYS_syncfs as u32);
-    add(0x06, 0, 0, libc::SECCOMP_RET_ERRNO);
+    add(equal, 1, 0, libc::SYS_sync as u32);
+    add(equal, 0, 1, libc::SYS_syncfs as u32);
+    add(answer, 0, 0, refused(0));
+    // Huge pages are the host's own store and not counted as memory. Decided here, since mmap is called often.
+    add(equal, 0, 4, libc::SYS_mmap as u32);
+    add(load, 0, 0, 16 + 3 * 8); // the fourth argument
+    add(any_bit, 0, 1, libc::MAP_HUGETLB as u32);
+    add(answer, 0, 0, refused(libc::EPERM));
+    add(answer, 0, 0, libc::SECCOMP_RET_ALLOW);
     for i in &compiled {
         add(i.code, i.jt, i.jf, i.k);
     }

@@ -1,4 +1,4 @@
-//! Forty attacks, and six more that agents were seen to make, against every kind of sandbox there is here.
+//! Forty attacks, six more that agents were seen to make, and two on the sandbox's own bookkeeping, against every kind of sandbox there is here.
 //!
 //! Each attack shows by a positive control that it ran: the same thing done outside, or a marker from inside. Its outcome
 //! for a target is that the sandbox **holds**, that a limit is **not enforceable here and said so** (the row of the
@@ -118,6 +118,7 @@ static ATTACKS: &[Attack] = &[
     attack!(45, "search /proc recursively", heavy resources::search_proc),
     attack!(46, "print tens of gigabytes", heavy resources::gigabytes),
     attack!(47, "slow the supervisor or choke its reply", heavy files::burden),
+    attack!(48, "memory that waits in sockets", heavy resources::socket_memory),
 ];
 
 fn main() -> ExitCode {

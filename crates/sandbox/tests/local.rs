@@ -1,11 +1,10 @@
-//! The `local` backend against everything an agent may do. Each attack first shows that it ran.
+//! What the `local` backend does; what is done to it stands in `attacks.rs`.
 //!
 //! As root the whole file also runs once more as an ordinary user (`also_as_an_ordinary_user`).
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::collections::BTreeSet;
-use std::net::TcpListener;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::sync::Arc;
@@ -14,8 +13,8 @@ use std::time::{Duration, Instant};
 
 use drillyard_sandbox::Change::{Created, Deleted, Modified};
 use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Holds, Kind, Limits, Pool, Sandbox, SandboxConfig, SandboxError,
-    Setup, Snapshot,
+    Call, CallOutcome, CallResult, Kind, Limits, Pool, Sandbox, SandboxConfig, SandboxError, Setup,
+    Snapshot,
 };
 
 const MIB: u64 = 1 << 20;
@@ -209,573 +208,6 @@ async fn the_environment_is_exactly_the_promised_one() {
     sandbox.close().await;
 }
 
-#[tokio::test]
-async fn nothing_of_the_host_is_to_be_seen() {
-    let dir = tempfile::tempdir().unwrap();
-    let canary = dir.path().join("canary");
-    std::fs::write(&canary, "canary-bytes").unwrap();
-    let mut sandbox = sandbox().await;
-    let root = output(&mut sandbox, "ls -A / | tr '\\n' ' '").await;
-    let allowed = [
-        "bin", "dev", "etc", "lib", "lib32", "lib64", "libx32", "mnt", "opt", "proc", "run",
-        "sbin", "tmp", "usr", "var", "work",
-    ];
-    assert!(
-        root.split(' ').all(|name| allowed.contains(&name)),
-        "{root}"
-    );
-    for path in [
-        canary.to_str().unwrap(),
-        "/etc/shadow",
-        "/root",
-        "/home",
-        "/sys",
-        env!("CARGO_MANIFEST_DIR"),
-    ] {
-        let result = shell(&mut sandbox, &format!("cat {path}; ls {path}")).await;
-        assert_eq!(result.outcome, CallOutcome::Error, "{path}");
-        assert!(!text(&result.stdout).contains("canary-bytes"));
-        assert!(
-            text(&result.stderr).contains("No such file"),
-            "{path}: {}",
-            text(&result.stderr)
-        );
-    }
-    // The control: what is meant to be seen is.
-    assert_eq!(output(&mut sandbox, "wc -l < /etc/passwd").await, "3");
-    assert_eq!(
-        output(&mut sandbox, "ls -A /mnt /run | tr -d '\\n'").await,
-        "/mnt:/run:"
-    );
-    assert_eq!(
-        output(&mut sandbox, "ls /dev | tr '\\n' ' '").await,
-        "fd full null random shm stderr stdin stdout urandom zero"
-    );
-    for command in [
-        "echo x > /etc/passwd",
-        "echo x > /usr/bin/x",
-        "touch /x",
-        "rm -f /bin/true",
-        "echo 1 > /proc/sys/kernel/pid_max",
-        "echo x > /proc/sys/kernel/core_pattern",
-        "mknod n c 1 3",
-        "cd /proc/1/root",
-        "cat /proc/1/environ",
-        "ls /proc/1/fd",
-        "cat /proc/1/mem",
-        "echo b > /proc/sysrq-trigger",
-    ] {
-        assert_eq!(
-            shell(&mut sandbox, command).await.outcome,
-            CallOutcome::Error,
-            "{command}"
-        );
-    }
-    // Processes: PID 1, the shell, what it starts.
-    let pids = output(&mut sandbox, "ls -d /proc/[0-9]* | wc -l").await;
-    assert!(pids.parse::<u32>().unwrap() <= 5, "{pids}");
-    assert!(std::fs::read_dir("/proc").unwrap().count() > 10);
-    let seen = output(&mut sandbox, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '").await;
-    assert!(
-        seen.contains("bash")
-            && !seen.contains("target")
-            && !seen.contains("cargo")
-            && !seen.contains("tests"),
-        "{seen}"
-    );
-    let mounts = output(&mut sandbox, "cat /proc/self/mountinfo").await;
-    assert!(
-        !mounts.contains("helpers") && !mounts.contains(env!("CARGO_MANIFEST_DIR")),
-        "{mounts}"
-    );
-    let groups = output(&mut sandbox, "cut -d: -f3 /proc/self/cgroup | sort -u").await;
-    if is_root() {
-        assert!(!groups.contains("drillyard"), "{groups}");
-    }
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn there_is_no_network() {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let port = listener.local_addr().unwrap().port();
-    std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
-    listener.accept().unwrap();
-    listener.set_nonblocking(true).unwrap();
-    let mut sandbox = sandbox().await;
-    let result = shell(
-        &mut sandbox,
-        &format!("echo hi > /dev/tcp/127.0.0.1/{port}"),
-    )
-    .await;
-    assert!(
-        text(&result.stderr).contains("Connection refused"),
-        "{}",
-        text(&result.stderr)
-    );
-    let result = shell(&mut sandbox, "echo hi > /dev/tcp/10.0.0.1/80").await;
-    assert!(
-        text(&result.stderr).contains("unreachable"),
-        "{}",
-        text(&result.stderr)
-    );
-    assert!(listener.accept().is_err(), "something came through");
-    // Loopback of its own: a server and its client within one call.
-    let server = "perl -MIO::Socket::INET -e '$s = IO::Socket::INET->new(Listen => 1, LocalAddr => \"127.0.0.1\", LocalPort => 7777) or die; print {$s->accept} \"inside\\n\"' & \
-                  until exec 3<>/dev/tcp/127.0.0.1/7777; do sleep 0.01; done 2>/dev/null; cat <&3";
-    assert_eq!(output(&mut sandbox, server).await, "inside");
-    // unix and inet can be had, vsock, packet, netlink, xdp, alg and bluetooth cannot.
-    let family = |n: u32| {
-        format!(
-            "perl -e 'socket(S, {n}, {}, 0) or exit($!+0); exit(0)'",
-            if n == 17 { 3 } else { 1 }
-        )
-    };
-    for (n, errno) in [
-        (1, 0),
-        (2, 0),
-        (10, 0),
-        (40, 1),
-        (17, 1),
-        (16, 1),
-        (44, 1),
-        (38, 1),
-        (31, 1),
-    ] {
-        assert_eq!(
-            shell(&mut sandbox, &family(n)).await.exit_code,
-            Some(errno),
-            "family {n}"
-        );
-    }
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn system_calls_that_lead_out_are_refused() {
-    let mut sandbox = sandbox().await;
-    let call = |number: i64, args: &str| {
-        format!("perl -e '$r = syscall({number}{args}); exit($r == -1 ? $!+0 : 0)'")
-    };
-    // The control: an ordinary call works this way.
-    assert_eq!(
-        shell(&mut sandbox, &call(libc::SYS_getppid, ""))
-            .await
-            .exit_code,
-        Some(0)
-    );
-    for number in [
-        libc::SYS_mount,
-        libc::SYS_umount2,
-        libc::SYS_pivot_root,
-        libc::SYS_chroot,
-        libc::SYS_move_mount,
-        libc::SYS_open_tree,
-        libc::SYS_fsopen,
-        libc::SYS_mount_setattr,
-        libc::SYS_unshare,
-        libc::SYS_setns,
-        libc::SYS_ptrace,
-        libc::SYS_process_vm_writev,
-        libc::SYS_pidfd_getfd,
-        libc::SYS_bpf,
-        libc::SYS_perf_event_open,
-        libc::SYS_userfaultfd,
-        libc::SYS_io_uring_setup,
-        libc::SYS_keyctl,
-        libc::SYS_add_key,
-        libc::SYS_kexec_load,
-        libc::SYS_init_module,
-        libc::SYS_reboot,
-        libc::SYS_quotactl,
-        libc::SYS_syslog,
-        libc::SYS_clock_settime,
-        libc::SYS_sethostname,
-        libc::SYS_open_by_handle_at,
-        libc::SYS_fanotify_init,
-    ] {
-        let result = shell(&mut sandbox, &call(number, ", 0, 0, 0, 0, 0")).await;
-        assert_eq!(result.exit_code, Some(libc::EPERM), "system call {number}");
-    }
-    for flag in [
-        libc::CLONE_NEWUSER,
-        libc::CLONE_NEWNS,
-        libc::CLONE_NEWPID,
-        libc::CLONE_NEWNET,
-        libc::CLONE_NEWIPC,
-    ] {
-        let clone = call(
-            libc::SYS_clone,
-            &format!(", {}, 0, 0, 0, 0", flag | libc::SIGCHLD),
-        );
-        assert_eq!(
-            shell(&mut sandbox, &clone).await.exit_code,
-            Some(libc::EPERM),
-            "clone {flag:x}"
-        );
-    }
-    for number in [libc::SYS_clone3, 469 + 1, 0x4000_0000 + libc::SYS_getppid] {
-        let result = shell(&mut sandbox, &call(number, ", 0, 0, 0")).await;
-        assert_eq!(result.exit_code, Some(libc::ENOSYS), "system call {number}");
-    }
-    for command in [
-        "unshare -U true",
-        "unshare -r true",
-        "mount -t tmpfs x /mnt",
-        "umount /proc",
-        "chroot / true",
-        "nsenter -t 1 -m true",
-    ] {
-        let result = shell(&mut sandbox, command).await;
-        assert_eq!(result.outcome, CallOutcome::Error, "{command}");
-    }
-    // Limits of PID 1 cannot be touched, one's own can.
-    let limit = |pid: u32| {
-        format!(
-            "perl -e '$l = pack(\"QQ\", 5, 5); $r = syscall({}, {pid}, 7, $l, 0); exit($r == -1 ? $!+0 : 0)'",
-            libc::SYS_prlimit64
-        )
-    };
-    assert_eq!(
-        shell(&mut sandbox, &limit(1)).await.exit_code,
-        Some(libc::EPERM)
-    );
-    assert_eq!(shell(&mut sandbox, &limit(0)).await.exit_code, Some(0));
-    sandbox.close().await;
-}
-
-/// A static program of this machine code.
-fn elf(code: &[u8]) -> Vec<u8> {
-    const BASE: u64 = 0x40_0000;
-    let size = (64 + 56 + code.len()) as u64;
-    let mut elf = b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0\x02\0\x3e\0\x01\0\0\0".to_vec();
-    for word in [BASE + 120, 64, 0] {
-        elf.extend(word.to_le_bytes());
-    }
-    elf.extend(b"\0\0\0\0\x40\0\x38\0\x01\0\x40\0\0\0\0\0\x01\0\0\0\x05\0\0\0");
-    for word in [0, BASE, BASE, size, size, 0x1000] {
-        elf.extend(word.to_le_bytes());
-    }
-    elf.extend(code);
-    elf
-}
-
-#[tokio::test]
-async fn another_architecture_is_no_way_around_the_filter() {
-    let exit = b"\xb8\x3c\0\0\0\x31\xff\x0f\x05";
-    let mut by_int_80 = b"\xb8\x14\0\0\0\xcd\x80".to_vec();
-    by_int_80.extend(exit);
-    let setup = Setup::new([("plain", elf(exit)), ("i386", elf(&by_int_80))]);
-    let mut sandbox = pool().await.lease(&setup).await.unwrap();
-    output(&mut sandbox, "chmod +x plain i386").await;
-    let run = |program: &str| Call::Exec {
-        argv: vec![program.into()],
-        stdin: Vec::new(),
-        timeout: None,
-    };
-    assert_eq!(
-        sandbox.call(run("./plain")).await.unwrap().exit_code,
-        Some(0)
-    );
-    assert_eq!(
-        sandbox.call(run("./i386")).await.unwrap().signal,
-        Some(libc::SIGSYS)
-    );
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn its_supervisor_cannot_be_harmed() {
-    let mut sandbox = sandbox().await;
-    for command in [
-        "kill -9 1; kill -STOP 1; kill -INT 1; echo alive",
-        "kill -9 -1",
-        "perl -e 'kill 9, -1; kill 9, 1'",
-        "exec 2>&-; exec 1>&-; kill -9 $$",
-    ] {
-        shell(&mut sandbox, command).await;
-        assert_eq!(
-            output(&mut sandbox, "echo still here").await,
-            "still here",
-            "{command}"
-        );
-    }
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn a_timeout_kills_the_whole_tree() {
-    let mut sandbox = sandbox().await;
-    for hide in [
-        "setsid nohup sleep N >/dev/null 2>&1 &",
-        "(trap '' TERM HUP; setsid sh -c 'trap \"\" TERM; sleep N; :' & ) &",
-        "perl -e 'fork and exit; setpgrp; fork and exit; exec qw(sleep N)' &",
-        "trap '' TERM; sleep N & while :; do :; done &",
-    ] {
-        let mark = unique();
-        let command = format!("{} sleep 600", hide.replace('N', &mark));
-        let watch = tokio::spawn({
-            let mark = mark.clone();
-            async move { eventually("the daemon runs", || host_processes(&mark) > 0).await }
-        });
-        let started = Instant::now();
-        let result = shell_for(&mut sandbox, Duration::from_millis(700), &command).await;
-        watch.await.unwrap();
-        assert_eq!(result.outcome, CallOutcome::Timeout, "{hide}");
-        assert!(
-            started.elapsed() < Duration::from_secs(3),
-            "{hide}: {:?}",
-            started.elapsed()
-        );
-        assert_eq!(host_processes(&mark), 0, "{hide}");
-        let left = output(
-            &mut sandbox,
-            "cat /proc/[0-9]*/comm | sort -u | tr '\\n' ' '",
-        )
-        .await;
-        assert!(
-            !left.contains("sleep") && !left.contains("perl"),
-            "{hide}: {left}"
-        );
-    }
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn a_timeout_asks_before_it_kills() {
-    let mut sandbox = sandbox().await;
-    let result = shell_for(
-        &mut sandbox,
-        Duration::from_millis(300),
-        "trap 'echo bye; exit 0' TERM; sleep 50 & wait",
-    )
-    .await;
-    assert_eq!(
-        (result.outcome, text(&result.stdout).as_str()),
-        (CallOutcome::Timeout, "bye\n")
-    );
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn background_processes_do_not_hold_a_call_up() {
-    let mut sandbox = sandbox().await;
-    let mark = unique();
-    let started = Instant::now();
-    let result = shell(
-        &mut sandbox,
-        &format!("sleep {mark} & setsid sleep {mark} & echo hi"),
-    )
-    .await;
-    assert!(
-        started.elapsed() < Duration::from_secs(2),
-        "{:?}",
-        started.elapsed()
-    );
-    assert_eq!(
-        (result.outcome, text(&result.stdout).as_str()),
-        (CallOutcome::Ok, "hi\n")
-    );
-    assert!(result.survivors);
-    assert_eq!(host_processes(&mark), 0);
-    assert!(!shell(&mut sandbox, "true").await.survivors);
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn a_flood_of_output_is_capped() {
-    let mut sandbox = sandbox().await;
-    for (command, stderr) in [
-        ("yes", false),
-        ("yes >&2", true),
-        ("head -c 1G /dev/zero", false),
-        ("yes & sleep 0.2", false),
-    ] {
-        let result = shell(&mut sandbox, command).await;
-        assert_eq!(result.outcome, CallOutcome::OutputLimit, "{command}");
-        let kept = if stderr {
-            &result.stderr
-        } else {
-            &result.stdout
-        };
-        assert_eq!(kept.len() as u64, MIB, "{command}");
-        assert!(result.wall < Duration::from_secs(5));
-    }
-    let result = shell(&mut sandbox, "printf 'a\\0b\\377'").await;
-    assert_eq!(result.stdout, b"a\0b\xff");
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn a_fork_bomb_is_bounded() {
-    let mut sandbox = sandbox().await;
-    let mark = unique();
-    let most = Arc::new(AtomicUsize::new(0));
-    let watch = tokio::spawn({
-        let (most, mark) = (Arc::clone(&most), mark.clone());
-        async move {
-            loop {
-                most.fetch_max(host_processes(&mark), Ordering::Relaxed);
-                tokio::time::sleep(Duration::from_millis(5)).await;
-            }
-        }
-    });
-    let bomb = format!(": {mark}; b() {{ b | b & }}; b; sleep 30");
-    let result = shell_for(&mut sandbox, Duration::from_secs(1), &bomb).await;
-    watch.abort();
-    assert!(
-        text(&result.stderr).contains("Resource temporarily unavailable"),
-        "{}",
-        text(&result.stderr)
-    );
-    let most = most.load(Ordering::Relaxed);
-    assert!((20..=64).contains(&most), "{most} processes");
-    assert_eq!(host_processes(&mark), 0);
-    let result = shell(
-        &mut sandbox,
-        "perl -e 'for (1..500) { defined(fork) or die \"limit: $!\\n\" }; sleep 1'",
-    )
-    .await;
-    assert!(
-        matches!(result.outcome, CallOutcome::Processes | CallOutcome::Error),
-        "{result:?}"
-    );
-    assert_eq!(output(&mut sandbox, "echo fine").await, "fine");
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn the_disk_has_an_end() {
-    let mut sandbox = sandbox().await;
-    let result = shell(&mut sandbox, "head -c 100M /dev/zero > big").await;
-    assert_eq!(
-        result.outcome,
-        CallOutcome::Disk,
-        "{}",
-        text(&result.stderr)
-    );
-    assert!(text(&result.stderr).contains("No space left"));
-    let size: u64 = output(&mut sandbox, "stat -c %s big")
-        .await
-        .parse()
-        .unwrap();
-    assert!((8 * MIB..=16 * MIB).contains(&size), "{size}");
-    // /tmp and /dev/shm share the space.
-    assert_eq!(
-        shell(&mut sandbox, "head -c 4M /dev/zero > /tmp/more")
-            .await
-            .outcome,
-        CallOutcome::Disk
-    );
-    assert_eq!(
-        output(
-            &mut sandbox,
-            "rm -f big /tmp/more; echo ok > small; cat small"
-        )
-        .await,
-        "ok"
-    );
-    let result = shell(
-        &mut sandbox,
-        "for i in {1..1000}; do : > f$i || exit 1; done",
-    )
-    .await;
-    assert_eq!(
-        result.outcome,
-        CallOutcome::Disk,
-        "{}",
-        text(&result.stderr)
-    );
-    assert_eq!(output(&mut sandbox, "rm f*; ls").await, "small");
-    // A file larger than the disk by its size alone is refused too.
-    assert_ne!(
-        shell(&mut sandbox, "truncate -s 1P huge").await.outcome,
-        CallOutcome::Ok
-    );
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn memory_has_an_end() {
-    let pool = pool().await;
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
-    // The control: the same program with less.
-    assert_eq!(
-        output(
-            &mut sandbox,
-            "perl -e '$x = \"x\" x (50 << 20); print length $x'"
-        )
-        .await,
-        (50 << 20).to_string()
-    );
-    let result = shell(
-        &mut sandbox,
-        "perl -e '$x = \"x\" x (1 << 30); print length $x'",
-    )
-    .await;
-    let enforced = pool
-        .limits()
-        .rows
-        .iter()
-        .find(|r| r.limit == "memory")
-        .unwrap()
-        .holds;
-    if enforced == Holds::Yes {
-        assert_eq!(result.outcome, CallOutcome::Memory, "{result:?}");
-        assert_eq!(result.oom_kills, 1);
-        // A child killed for memory is told of even when its parent goes on.
-        let result = shell(&mut sandbox, "perl -e '$x = \"x\" x (1 << 30)'; exit 0").await;
-        assert_eq!((result.outcome, result.oom_kills), (CallOutcome::Ok, 1));
-        // Many processes count together.
-        let result = shell(
-            &mut sandbox,
-            "for i in {1..20}; do perl -e '$x = \"x\" x (30 << 20); sleep 2' & done; wait %20",
-        )
-        .await;
-        assert!(result.oom_kills > 0, "{result:?}");
-    } else {
-        assert_ne!(result.outcome, CallOutcome::Ok);
-    }
-    let result = shell(
-        &mut sandbox,
-        "perl -e '$x = \"x\" x (8 << 20); print \"ok\"'",
-    )
-    .await;
-    assert_eq!(
-        (result.outcome, text(&result.stdout).as_str()),
-        (CallOutcome::Ok, "ok")
-    );
-    sandbox.close().await;
-}
-
-#[tokio::test]
-async fn processor_time_is_capped_where_the_report_says_so() {
-    let mut config = small();
-    config.limits.cpus = 0.25;
-    let pool = Pool::start(config).await.unwrap();
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
-    let result = shell_for(
-        &mut sandbox,
-        Duration::from_millis(1500),
-        "while :; do :; done & while :; do :; done",
-    )
-    .await;
-    let row = pool
-        .limits()
-        .rows
-        .iter()
-        .find(|r| r.limit == "processors")
-        .unwrap();
-    let share = result.cpu.unwrap().as_secs_f64() / result.wall.as_secs_f64();
-    if row.holds == Holds::Yes {
-        assert!(share < 0.40, "{share}");
-    } else {
-        assert!(row.how.contains("no control group"), "{row:?}");
-    }
-    assert!(share > 0.05, "{share}");
-    sandbox.close().await;
-}
-
 async fn read(sandbox: &mut Sandbox, path: &str) -> Result<String, String> {
     let call = Call::ReadFile {
         path: path.into(),
@@ -801,8 +233,7 @@ async fn write(sandbox: &mut Sandbox, path: &str, content: &str) -> Result<(), S
 }
 
 #[tokio::test]
-async fn file_tools_stay_inside_whatever_lies_in_their_way() {
-    let passwd = std::fs::read("/etc/passwd").unwrap();
+async fn file_tools_read_write_and_list() {
     let mut sandbox = sandbox().await;
     write(&mut sandbox, "a/b/c.txt", "hello").await.unwrap();
     assert_eq!(
@@ -820,93 +251,31 @@ async fn file_tools_stay_inside_whatever_lies_in_their_way() {
     );
     output(
         &mut sandbox,
-        "ln -s /etc/shadow shadow; ln -s /proc/1/environ environ; ln -s /etc/passwd passwd; mkfifo pipe; \
-         ln -s ../../../../../../etc/passwd up; ln -s loop1 loop2; ln -s loop2 loop1; ln -s nowhere/x dangling; \
-         ln -s /proc/self/root/proc/1/root/etc/shadow magic; ln -s /dev/zero zero; mkdir dir; truncate -s 10M sparse",
+        "ln -s a/b/c.txt link; mkfifo pipe; mkdir dir; truncate -s 10M sparse",
     )
     .await;
-    for (path, why) in [
-        ("shadow", "No such file"),
-        ("environ", "Permission denied"),
-        ("magic", "Permission denied"),
-        ("loop1", "Too many levels"),
-        ("dangling", "No such file"),
-        ("pipe", "not a regular file"),
-        ("zero", "not a regular file"),
-        ("dir", "Is a directory"),
-        ("nothing", "No such file"),
-    ] {
-        let error = read(&mut sandbox, path).await.unwrap_err();
-        assert!(error.contains(why), "{path}: {error}");
-        assert!(
-            error.starts_with(&format!("read_file: {path}: ")),
-            "{error}"
-        );
-    }
-    // Links lead to the sandbox's own /etc.
-    assert!(
-        read(&mut sandbox, "up")
-            .await
-            .unwrap()
-            .contains("agent:x:1000")
-    );
+    assert_eq!(read(&mut sandbox, "link").await.unwrap(), "hello");
     assert_eq!(read(&mut sandbox, "sparse").await.unwrap().len(), 1000);
-    for (path, why) in [
-        ("passwd", "Read-only"),
-        ("up", "Read-only"),
-        ("dir", "Is a directory"),
-        ("/proc/1/mem", "Permission denied"),
-        ("a/b/c.txt/d", "Not a directory"),
-        ("pipe", "No such device"),
-        ("/etc/x", "Read-only"),
-    ] {
-        let error = write(&mut sandbox, path, "evil").await.unwrap_err();
-        assert!(error.contains(why), "{path}: {error}");
-    }
-    assert_eq!(std::fs::read("/etc/passwd").unwrap(), passwd);
-    let list = Call::ListDir {
-        path: String::new(),
-    };
-    let listed = text(&sandbox.call(list).await.unwrap().stdout);
+    let error = read(&mut sandbox, "nothing").await.unwrap_err();
+    assert_eq!(error, "read_file: nothing: No such file or directory\n");
+    let error = write(&mut sandbox, "dir", "x").await.unwrap_err();
+    assert_eq!(error, "write_file: dir: Is a directory\n");
+    let list = |path: &str| Call::ListDir { path: path.into() };
+    let listed = text(&sandbox.call(list("")).await.unwrap().stdout);
     assert_eq!(
         listed,
-        "a/\ndangling -> nowhere/x\ndir/\nenviron -> /proc/1/environ\nloop1 -> loop2\nloop2 -> loop1\nmagic -> \
-         /proc/self/root/proc/1/root/etc/shadow\npasswd -> /etc/passwd\npipe\t(special)\nshadow -> /etc/shadow\nsparse\t10485760\n\
-         up -> ../../../../../../etc/passwd\nzero -> /dev/zero\n"
+        "a/\ndir/\nlink -> a/b/c.txt\npipe\t(special)\nsparse\t10485760\n"
     );
-    let list = Call::ListDir {
-        path: "nowhere".into(),
-    };
-    assert!(text(&sandbox.call(list).await.unwrap().stderr).contains("No such file"));
+    let listed = sandbox.call(list("nowhere")).await.unwrap();
+    assert_eq!(
+        text(&listed.stderr),
+        "list_dir: nowhere: No such file or directory\n"
+    );
+    let setup = Setup::new([("/tmp/fine", &b"x"[..]), ("./also//fine", b"y")]);
+    let mut other = pool().await.lease(&setup).await.unwrap();
+    assert_eq!(output(&mut other, "cat /tmp/fine also/fine").await, "xy");
     sandbox.close().await;
-}
-
-#[tokio::test]
-async fn setup_files_cannot_leave_the_sandbox() {
-    let pool = pool().await;
-    for path in [
-        "../x",
-        "/etc/passwd",
-        "a/../../x",
-        "",
-        "/work",
-        "/tmp/../etc/x",
-    ] {
-        let setup = Setup::new([(path, &b"x"[..])]);
-        let error = pool.lease(&setup).await.unwrap_err();
-        assert!(
-            matches!(error, SandboxError::Refused { .. }),
-            "{path}: {error}"
-        );
-    }
-    assert!(
-        pool.lease(&Setup::new([
-            ("/tmp/fine", &b"x"[..]),
-            ("./also//fine", b"y")
-        ]))
-        .await
-        .is_ok()
-    );
+    other.close().await;
 }
 
 #[tokio::test]
@@ -1060,30 +429,6 @@ async fn large_files_changed_in_place_are_noticed() {
 }
 
 #[tokio::test]
-async fn odd_trees_are_walked_and_cleaned() {
-    let mut sandbox = sandbox().await;
-    let result = shell(
-        &mut sandbox,
-        "mkdir -p a/b && echo x > a/b/f && chmod 000 a/b a; touch $'line\\nbreak'; printf x > $(printf 'n%.0s' {1..255}); \
-         mkdir -p $(printf 'd/%.0s' {1..200})",
-    )
-    .await;
-    assert_eq!(result.outcome, CallOutcome::Ok, "{}", text(&result.stderr));
-    // Deeper than is looked at, and said.
-    assert!(result.state_lost);
-    assert!(
-        result
-            .files_changed
-            .iter()
-            .any(|c| c.path == "a/b/f" && c.content.as_deref() == Some(b"x\n"))
-    );
-    assert!(result.files_changed.iter().any(|c| c.path == "line\nbreak"));
-    sandbox.reset().await.unwrap();
-    assert_eq!(output(&mut sandbox, "ls -A").await, "");
-    sandbox.close().await;
-}
-
-#[tokio::test]
 async fn snapshots_restore_and_branch() {
     let pool = pool().await;
     let mut sandbox = pool
@@ -1153,36 +498,6 @@ async fn snapshots_restore_and_branch() {
     for sandbox in [sandbox, a, b] {
         sandbox.close().await;
     }
-}
-
-#[tokio::test]
-async fn every_sandbox_starts_alike_and_apart() {
-    let pool = pool().await;
-    let probe = "ls -laR --time-style=+ /work /tmp /dev/shm | sed 's/total .*//'; ipcs -m -q -s; hostname; umask; ulimit -a; \
-                 cat /proc/sys/kernel/pid_max /proc/self/cgroup /etc/passwd";
-    let mut first = pool.lease(&Setup::default()).await.unwrap();
-    let mut other = pool.lease(&Setup::default()).await.unwrap();
-    let clean = output(&mut first, probe).await;
-    let mess = "echo secret > /work/s; echo secret > /tmp/s; echo secret > /dev/shm/s; umask 077; ulimit -n 10; \
-                perl -e 'shmget(4660, 4096, 01666) or die; msgget(4660, 01666) or die; semget(4660, 1, 01666) or die'; ipcs -m | grep 1234";
-    assert!(output(&mut first, mess).await.contains("0x00001234"));
-    // At the same time, next door.
-    assert_eq!(output(&mut other, probe).await, clean);
-    first.reset().await.unwrap();
-    assert_eq!(output(&mut first, probe).await, clean);
-    // Abstract sockets do not meet either.
-    let serve = "perl -MIO::Socket::UNIX -e '$s = IO::Socket::UNIX->new(Local => \"\\0meet\", Listen => 1) or die $!; sleep 1'";
-    let connect =
-        "perl -MIO::Socket::UNIX -e 'exit(IO::Socket::UNIX->new(Peer => \"\\0meet\") ? 0 : 7)'";
-    let control = format!("{serve} & sleep 0.3; {connect}");
-    assert_eq!(shell(&mut first, &control).await.exit_code, Some(0));
-    let (serving, connected) = tokio::join!(shell(&mut first, serve), async {
-        tokio::time::sleep(Duration::from_millis(400)).await;
-        shell(&mut other, connect).await
-    });
-    assert_eq!((serving.exit_code, connected.exit_code), (Some(0), Some(7)));
-    first.close().await;
-    other.close().await;
 }
 
 #[tokio::test]

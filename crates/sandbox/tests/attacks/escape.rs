@@ -303,6 +303,19 @@ pub async fn kill_supervisor(yard: Arc<Yard>) -> Outcome {
     let kill_child = "sleep 50 & kill -9 $!; wait $!; echo $?";
     assert_eq!(output(&mut sandbox, kill_child).await, "137");
     yard.control("a process of one's own is killed the same way");
+    // Where the supervisor has the tools' user id it could be put last in line for the processors.
+    let starve = r"
+p = os.posix_spawn('/bin/sleep', ['sleep', '5'], {})
+for pid in (p, 1):
+    print(tried(lambda: os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))), tried(lambda: os.sched_setaffinity(pid, {min(os.sched_getaffinity(0))})),
+          tried(lambda: os.setpriority(os.PRIO_PROCESS, pid, 19)), name(call(251, 1, pid, 3 << 13)), name(call(314, pid, struct.pack('IIQiIQQQ', 48, 5, 0, 0, 0, 0, 0, 0), 0)), name(call(142, pid, struct.pack('i', 0))))
+print(tried(lambda: os.setpriority(os.PRIO_USER, 0, 19)), tried(lambda: os.setpriority(os.PRIO_USER, 1000, 19)), name(call(251, 3, 0, 3 << 13)), name(call(251, 3, 1000, 3 << 13)))
+os.kill(p, 9)
+";
+    assert_eq!(
+        python(&mut sandbox, starve).await,
+        "ok ok ok ok ok ok\nEPERM EPERM EPERM EPERM EPERM EPERM\nEPERM EPERM EPERM EPERM"
+    );
     for command in [
         "kill -9 1; kill -STOP 1; kill -INT 1; kill -TERM 1; kill -SEGV 1; echo alive",
         "kill -9 -1",

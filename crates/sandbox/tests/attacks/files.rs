@@ -450,7 +450,7 @@ print('x', tried(lambda: os.setxattr('x', 'user.overlay.metacopy', b'')), tried(
     );
     assert_eq!(
         output(&mut sandbox, "cat mode dir/three .wh.mode; ls -A | wc -l").await,
-        "modenew\nplain7"
+        "modenew\nplain8"
     );
     let snapshot = sandbox.snapshot().await.unwrap();
     assert!(snapshot.files().any(|(p, b)| p == "mode" && b == b"mode"));
@@ -462,7 +462,7 @@ print('x', tried(lambda: os.setxattr('x', 'user.overlay.metacopy', b'')), tried(
     let mut branch = yard.pool().branch(&snapshot).await.unwrap();
     assert_eq!(
         output(&mut branch, "cat mode dir/three .wh.mode; ls -A | wc -l").await,
-        "modenew\nplain7"
+        "modenew\nplain8"
     );
     sandbox.reset().await.unwrap();
     assert_eq!(
@@ -549,6 +549,11 @@ pub async fn burden(yard: Arc<Yard>) -> Outcome {
         (
             "depth",
             "for i in range(95):\n    os.mkdir('d'); os.chdir('d')\nfor i in range(15000):\n    f = os.open('%05da' % i, os.O_CREAT | os.O_WRONLY); os.write(f, b'x'); os.close(f)\n    os.mkdir('%05db' % i)",
+        ),
+        // Links whose targets are as long as they can be.
+        (
+            "links",
+            "for i in range(6000):\n    os.symlink('%04090d' % i, 'l%d' % i)",
         ),
         // Holes that read as if they were full.
         (

@@ -258,6 +258,9 @@ pub async fn memory_together(yard: Arc<Yard>) -> Outcome {
     };
     assert_eq!(python(&mut sandbox, &shared(64)).await, "had");
     let mapped = python_result(&mut sandbox, &shared(512)).await;
+    // Huge pages are counted nowhere: they are not to be had, and others take their place.
+    let huge = "print(name(call(9, 0, 2 << 20, 3, 0x40022, -1, 0)), name(call(319, b'h', 4)), name(call(29, 0, 2 << 20, 0o5600)), name(call(9, 0, 2 << 20, 3, 0x22, -1, 0)))";
+    assert_eq!(python(&mut sandbox, huge).await, "EPERM EPERM EPERM ok");
     let outcome = if yard.enforced("memory") {
         assert!(
             together.oom_kills > 0 && text(&together.stdout).trim() != "20",
@@ -451,15 +454,17 @@ pub async fn daemons(yard: Arc<Yard>) -> Outcome {
     ] {
         let mark = unique();
         let command = hide.replace('N', &mark);
-        let watch = tokio::spawn({
-            let mark = mark.clone();
-            async move { eventually("the daemon runs", || host_processes(&mark) > 0).await }
-        });
-        // Ended by the clock, then by the end of its call.
-        let result = shell_for(&mut sandbox, 700, format!("{command}\nsleep 600")).await;
-        watch.await.unwrap();
-        yard.control("the daemon was seen on the host");
-        assert_eq!(result.outcome, CallOutcome::Timeout, "{hide}");
+        // Ended by the clock, then by the end of its call. On a busy host it may take its time to appear.
+        for time in [700, 2000, 6000] {
+            let watch = Watch::start(&mark);
+            let result = shell_for(&mut sandbox, time, format!("{command}\nsleep 600")).await;
+            assert_eq!(result.outcome, CallOutcome::Timeout, "{hide}");
+            if watch.stop() > 0 {
+                yard.control("the daemon was seen on the host");
+                break;
+            }
+            assert!(time < 6000, "the daemon never ran: {hide}");
+        }
         assert_eq!(host_processes(&mark), 0, "{hide}");
         let result = shell(&mut sandbox, format!("{command}\nsleep 0.2; echo done")).await;
         assert_eq!(
@@ -656,4 +661,45 @@ pub async fn search_proc(yard: Arc<Yard>) -> Outcome {
     }
     sandbox.close().await;
     Outcome::Holds
+}
+
+pub async fn socket_memory(yard: Arc<Yard>) -> Outcome {
+    let limit = 64 * MIB;
+    let pool = yard.pool_with(|c| c.limits.memory_bytes = limit).await;
+    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    // The kernel's count is of the whole host: what others do meanwhile is small against this.
+    let code = r"
+def held():
+    lines = open('/proc/net/sockstat').read().splitlines()
+    return sum(int(l.split('mem ')[1].split()[0]) for l in lines if l.startswith(('UDP:', 'TCP:'))) * 4096
+before = held()
+sockets = []
+try:
+    for n in range(900):
+        s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 30)
+        s.bind(('127.0.0.1', 0))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as t:
+            t.setblocking(False)
+            for i in range(400):
+                t.sendto(b'x' * 1400, s.getsockname())
+        sockets.append(s)
+except OSError:
+    pass
+print(max(held() - before, 0))
+";
+    let result = python_result(&mut sandbox, code).await;
+    let held: u64 = text(&result.stdout).trim().parse().unwrap_or(0);
+    assert!(held > MIB || result.oom_kills > 0, "{result:?}");
+    yard.control("datagrams were left waiting");
+    let outcome = if yard.enforced("memory") {
+        assert!(held < limit, "{} MiB", held >> 20);
+        Outcome::Holds
+    } else {
+        assert!(yard.row("memory").how.contains("sockets"));
+        yard.said("memory")
+    };
+    assert_eq!(output(&mut sandbox, "echo fine").await, "fine");
+    sandbox.close().await;
+    outcome
 }
