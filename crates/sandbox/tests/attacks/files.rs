@@ -357,7 +357,7 @@ pub async fn image(yard: Arc<Yard>) -> Outcome {
         "python3 -c 'import os; os.setxattr(\"/bin/cat\", \"user.x\", b\"x\")'",
     ] {
         assert_ne!(
-            shell(&mut sandbox, command).await.outcome,
+            shell_for(&mut sandbox, 2000, command).await.outcome,
             CallOutcome::Ok,
             "{command}"
         );

@@ -8,8 +8,8 @@ use drillyard_sandbox::{Call, CallOutcome, Setup};
 
 use crate::escape::elf;
 use crate::yard::{
-    MIB, Outcome, Yard, eventually, exec, host_processes, output, own_memory, python,
-    python_result, shell, shell_for, text, thorough, unique,
+    MIB, Outcome, Yard, exec, host_processes, output, own_memory, python, python_result, shell,
+    shell_for, text, thorough, unique,
 };
 
 /// Watches how many processes with a word in their command line there are, while something runs.
