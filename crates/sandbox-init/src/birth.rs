@@ -11,7 +11,7 @@ use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
 use crate::sys::{self, At, Cloned, Failure};
-use crate::world::Mode;
+use crate::world::{self, Mode};
 
 const NAMESPACES: i32 = libc::CLONE_NEWUSER
     | libc::CLONE_NEWNS
@@ -44,6 +44,27 @@ pub const KEPT: u64 = CAP_CHOWN
     | CAP_KILL
     | CAP_SETGID
     | CAP_SETUID;
+
+/// Kernel files that change the machine: not to be written.
+const READ_ONLY: [&str; 6] = [
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+    "/proc/irq",
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/mtrr",
+];
+/// Kernel files that show memory, keys and addresses, some without end: not to be read.
+const EMPTY: [&str; 8] = [
+    "/proc/kcore",
+    "/proc/kmsg",
+    "/proc/kpagecgroup",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/keys",
+    "/proc/timer_list",
+    "/proc/kallsyms",
+];
 
 /// A sandbox as the helper knows it.
 pub struct Sandbox {
@@ -247,7 +268,22 @@ fn mounts(start: &Start, own_id: u32) -> Result<(), Failure> {
         sys::mount(name, to, None, libc::MS_BIND, None).at(to)?;
     }
     sys::umount_detach("/mnt").at("disk")?;
-    sys::mount("proc", "/proc", Some("proc"), flags | libc::MS_NOEXEC, None).at("proc")
+    let flags = flags | libc::MS_NOEXEC;
+    sys::mount("proc", "/proc", Some("proc"), flags, None).at("proc")?;
+    // A program that runs as the host's root without its privileges makes sandboxes whose tools own the kernel's files.
+    for path in READ_ONLY {
+        match world::read_only(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            done => done.at(path)?,
+        }
+    }
+    for path in EMPTY {
+        match sys::mount("/dev/null", path, None, libc::MS_BIND, None) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            done => done.at(path)?,
+        }
+    }
+    Ok(())
 }
 
 /// Keeps the socket and the counters, closes every other descriptor, and points 0, 1 and 2 to /dev/null.

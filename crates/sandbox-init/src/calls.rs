@@ -19,10 +19,10 @@ use crate::sys::{self, Cloned};
 const GRACE: Duration = Duration::from_millis(50);
 /// What SIGKILL did not end by then can't be ended.
 const UNKILLABLE: Duration = Duration::from_secs(5);
-/// Told by the child on its side pipe when it could not start its program.
+/// Told by the child on its side pipe when it could not start its program: the tool's own fault.
 const NO_START: u8 = 1;
-/// Told by it when it did not get so far.
-const NOT_SET_UP: u8 = 2;
+/// Told when it could not give up a privilege or take a limit on: nothing was run.
+const NO_SETUP: u8 = 2;
 /// Read from a tool's pipes at once.
 const CHUNK: usize = 16 << 10;
 
@@ -43,6 +43,8 @@ enum Tool<'a> {
     List {
         path: &'a str,
     },
+    /// Words that no program can be started with; what is wrong with them.
+    Impossible(&'static str),
 }
 
 /// Runs a call and answers it; bytes go to `out`.
@@ -79,13 +81,21 @@ fn prepare<'a>(
     what: &'a What,
     body: &'a [u8],
 ) -> Result<(Tool<'a>, &'a [u8]), String> {
-    let nul = |_| String::from("an argument holds a NUL byte");
+    // Words no system call can carry are the caller's mistake, like a program that isn't there.
+    let impossible = |why| Ok((Tool::Impossible(why), &[][..]));
+    const NUL: &str = "an argument holds a NUL byte";
+    let nul = |_| String::from(NUL);
     let outside = || String::from("content lies outside the message");
     let env = || {
         let env = inside.start.env.iter();
         env.filter_map(|e| CString::new(e.as_str()).ok()).collect()
     };
     Ok(match what {
+        What::Shell { command } if command.contains('\0') => return impossible(NUL),
+        What::Exec { argv, .. } if argv.is_empty() => return impossible("no program is named"),
+        What::Exec { argv, .. } if argv.iter().any(|a| a.contains('\0')) => {
+            return impossible(NUL);
+        }
         What::Shell { command } => {
             let shell = CString::new(inside.start.shell.as_str()).map_err(nul)?;
             let argv = vec![
@@ -291,6 +301,7 @@ fn call(
         limit,
         &mut buffer,
     );
+    remove_ipc(inside)?;
     // Every writer is dead: what the pipes still hold is all there will be.
     let flooded = stdout.drain(limit, &mut buffer) | stderr.drain(limit, &mut buffer);
     let end = if flooded && end == End::Finished {
@@ -519,6 +530,22 @@ fn finish(
     }
 }
 
+/// Removes shared memory, queues and semaphores that outlast their processes: they would hold memory that no later call
+/// could free, and only files are promised to last.
+fn remove_ipc(inside: &Inside<'_>) -> io::Result<()> {
+    if !sys::has_ipc() {
+        return Ok(());
+    }
+    match sys::fork()? {
+        Cloned::Child => {
+            // Only their owner may remove them.
+            let own = sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID);
+            sys::exit(i32::from(own.and_then(|()| sys::remove_ipc()).is_err()))
+        }
+        Cloned::Parent(pid) => sys::reap(pid, true).map(drop),
+    }
+}
+
 /// The tool's own process: gives up every privilege, then becomes the tool. It may share PID 1's memory until then, so
 /// it keeps nothing it allocates. Returns the exit code.
 fn child(
@@ -527,10 +554,17 @@ fn child(
     side: RawFd,
     tool: impl Fn() -> io::Result<i32>,
 ) -> i32 {
-    let become_tool = || -> io::Result<()> {
+    let mut telling = side;
+    let mut become_tool = || -> io::Result<()> {
         let start = inside.start;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::setsid() })?;
+        // The kernel shall choose a tool before PID 1, and before anything of the host's. The file can only be opened
+        // while this process is dumpable; nothing else runs in the sandbox now, and executing a program makes it so
+        // anyway. Under Landlock's rules it cannot be opened at all, so that a tool stays first in line.
+        let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
+        let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+        let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
         if let Some(rules) = &inside.rules {
             landlock::enter(rules)?;
         }
@@ -538,17 +572,11 @@ fn child(
             sys::dup3(from, to)?;
         }
         sys::dup3(side, 3)?;
+        telling = 3;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::fcntl(3, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         sys::close_from(4)?;
         sys::reset_signals();
-        if inside.meter.oom.is_some() || inside.shares_ids {
-            // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
-            // nothing else runs in the sandbox now, and executing a program makes it so anyway.
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
-            let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
-        }
         if !inside.shares_ids {
             sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
         }
@@ -562,15 +590,11 @@ fn child(
         sys::set_capabilities(0)
     };
     let ended = become_tool()
-        .map_err(|error| (NOT_SET_UP, error))
+        .map_err(|error| (NO_SETUP, error))
         .and_then(|()| tool().map_err(|error| (NO_START, error)));
     ended.unwrap_or_else(|(kind, error)| {
         let [a, b, c, d] = error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes();
-        let told = [kind, a, b, c, d];
-        // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
-        if sys::write_all(3, &told).is_err() {
-            let _ = sys::write_all(side, &told);
-        }
+        let _ = sys::write_all(telling, &[kind, a, b, c, d]);
         126
     })
 }
@@ -580,6 +604,10 @@ fn file_tool(tool: &Tool<'_>) -> i32 {
         Tool::Read { path, max } => filetools::read_file(path, *max, 3),
         Tool::Write { path, content } => filetools::write_file(path, content),
         Tool::List { path } => filetools::list_dir(path),
+        Tool::Impossible(why) => {
+            let _ = sys::write_all(2, format!("{why}\n").as_bytes());
+            126
+        }
         Tool::Program { .. } => 126,
     }
 }

@@ -320,6 +320,9 @@ impl Driver {
                             put(dir, "memory.limit_in_bytes", &memory)?;
                             // Present only where swap is accounted.
                             let _ = put(dir, "memory.memsw.limit_in_bytes", &memory);
+                            // What waits in sockets is counted apart here, and not at all without a limit of its own.
+                            let sockets = (limits.memory_bytes / 8).to_string();
+                            let _ = put(dir, "memory.kmem.tcp.limit_in_bytes", &sockets);
                             meter.peak = open(dir, "memory.max_usage_in_bytes", true).ok();
                             meter.usage = open(dir, "memory.usage_in_bytes", false).ok();
                             meter.stat = open(dir, "memory.stat", false).ok();

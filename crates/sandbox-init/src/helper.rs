@@ -21,6 +21,8 @@ const PACKET: usize = 192 << 10;
 
 /// Plays the helper until the control socket closes.
 pub fn run() -> ExitCode {
+    // It may be run from a copy in memory, which has no name.
+    sys::set_name(c"drillyard-init");
     let mut buffer = vec![0; PACKET];
     // Finding out what the processor can do is dear in a virtual machine; every sandbox inherits the answer.
     let _ = blake3::hash(&[]);
@@ -302,7 +304,7 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, devices: usize) -> Ve
             driver.how(Controller::Memory)
         } else {
             format!(
-                "for each process alone (RLIMIT_DATA); {}",
+                "for each process alone (RLIMIT_DATA), and not what they share or leave in sockets; {}",
                 driver.how(Controller::Memory)
             )
         },

@@ -89,7 +89,11 @@ fn talk(
                     Err(message) => Reply::Refused { message },
                 }
             }
-            Request::Pack { max_bytes } => match scan::pack(max_bytes, &mut out) {
+            // The copy is held in the sandbox's own memory, beside the files.
+            Request::Pack { max_bytes } => match scan::pack(
+                max_bytes.min(inside.start.limits.memory_bytes / 4),
+                &mut out,
+            ) {
                 Ok(entries) => Reply::Packed { entries },
                 Err(message) => Reply::Refused { message },
             },

@@ -312,6 +312,12 @@ pub fn prctl(option: c_int, a: c_ulong, b: c_ulong) -> io::Result<c_int> {
     check(unsafe { libc::prctl(option, a, b, 0 as c_ulong, 0 as c_ulong) })
 }
 
+/// Names this process in listings.
+pub fn set_name(name: &CStr) {
+    // SAFETY: a C string that outlives the call.
+    unsafe { libc::prctl(libc::PR_SET_NAME, name.as_ptr()) };
+}
+
 pub fn kill(pid: i32, signal: c_int) -> io::Result<()> {
     // SAFETY: no memory is involved.
     check(unsafe { libc::kill(pid, signal) }).map(drop)
@@ -733,4 +739,60 @@ pub fn names(dir: &OwnedFd) -> io::Result<Vec<CString>> {
     }
     out.sort();
     Ok(out)
+}
+
+/// The three kinds of System V objects: the call that controls them, its INFO and STAT_ANY commands, and where among
+/// the integers of INFO's answer the number of objects stands.
+const IPC: [(c_long, c_int, c_int, usize); 3] = [
+    (libc::SYS_shmctl, 14, 15, 0),
+    (libc::SYS_msgctl, 12, 13, 0),
+    (libc::SYS_semctl, 19, 20, 7),
+];
+
+/// Asks for a kind's INFO: the highest index in use, and how many objects there are.
+fn ipc_info((call, info, _, at): (c_long, c_int, c_int, usize)) -> (c_long, c_int) {
+    let mut answer = [0 as c_int; 64];
+    let argument = answer.as_mut_ptr();
+    // SAFETY: room for the largest of the answers; semctl takes the pointer as its fourth argument, the others as their
+    // third and no fourth.
+    let highest = unsafe {
+        if call == libc::SYS_semctl {
+            libc::syscall(call, 0, 0, info, argument)
+        } else {
+            libc::syscall(call, 0, info, argument)
+        }
+    };
+    (highest, answer[at])
+}
+
+/// Whether any System V object is in this ipc namespace.
+pub fn has_ipc() -> bool {
+    IPC.into_iter().any(|kind| ipc_info(kind).1 > 0)
+}
+
+/// Removes every System V object that this user owns.
+pub fn remove_ipc() -> io::Result<()> {
+    for kind in IPC {
+        let (call, _, stat, _) = kind;
+        let (highest, _) = ipc_info(kind);
+        for index in 0..=highest {
+            let mut answer = [0 as c_int; 64];
+            let argument = answer.as_mut_ptr();
+            // SAFETY: as above.
+            unsafe {
+                if call == libc::SYS_semctl {
+                    let id = libc::syscall(call, index, 0, stat, argument);
+                    if id >= 0 {
+                        check_long(libc::syscall(call, id, 0, libc::IPC_RMID))?;
+                    }
+                } else {
+                    let id = libc::syscall(call, index, stat, argument);
+                    if id >= 0 {
+                        check_long(libc::syscall(call, id, libc::IPC_RMID, argument))?;
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
 }

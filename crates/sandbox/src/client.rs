@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use camino::Utf8Path;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, Shutdown,
     SocketFlags, SocketType, recvmsg, send, shutdown, socketpair,
@@ -90,17 +91,23 @@ impl Client {
             None,
         )
         .map_err(io::Error::from)?;
-        let mut helper = Command::new(program)
-            .arg0(crate::host::INIT)
-            .arg("helper")
-            .env_clear()
-            .current_dir("/")
-            .stdin(Stdio::from(theirs))
-            .stdout(Stdio::null())
-            .stderr(Stdio::inherit())
-            // Ctrl-C at a terminal is for this program to act on; the helper ends after it, in order.
-            .process_group(0)
-            .spawn()
+        let spawn = |executable: &str, stdin: OwnedFd| {
+            Command::new(executable)
+                .arg0(crate::host::INIT)
+                .arg("helper")
+                .env_clear()
+                .current_dir("/")
+                .stdin(Stdio::from(stdin))
+                .stdout(Stdio::null())
+                .stderr(Stdio::inherit())
+                // Ctrl-C at a terminal is for this program to act on; the helper ends after it, in order.
+                .process_group(0)
+                .spawn()
+        };
+        let again = theirs.try_clone()?;
+        let mut helper = sealed(program)
+            .and_then(|copy| spawn(&format!("/proc/self/fd/{}", copy.as_raw_fd()), theirs))
+            .or_else(|_| spawn(program.as_str(), again))
             .map_err(|source| SandboxError::HelperStart {
                 path: program.to_owned(),
                 source,
@@ -247,6 +254,22 @@ impl Drop for Client {
             std::thread::sleep(Duration::from_millis(1));
         }
     }
+}
+
+/// A copy of a program that nobody can change: whatever runs inside, no way leads from it to the file on the host's
+/// disk. Where this can't be had (a host may forbid programs in memory) the file itself is run, which the kernel keeps
+/// from being written meanwhile.
+fn sealed(program: &Utf8Path) -> io::Result<OwnedFd> {
+    let mut from = fs_err::File::open(program)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Older kernels know no flag for programs, and need none.
+    let copy = memfd_create(crate::host::INIT, flags | MemfdFlags::EXEC)
+        .or_else(|_| memfd_create(crate::host::INIT, flags))?;
+    let mut to = std::fs::File::from(copy);
+    io::copy(&mut from, &mut to)?;
+    let seals = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
+    fcntl_add_seals(&to, seals)?;
+    Ok(to.into())
 }
 
 fn read_events(shared: &Shared) {

@@ -31,9 +31,9 @@ pub struct Limits {
     /// Memory of all processes and files together, in bytes.
     pub memory_bytes: u64,
     /// Bytes of all files in /work, /tmp and /dev/shm together. They live in memory: at most three quarters of
-    /// `memory_bytes` are given, and the limits report says how much.
+    /// `memory_bytes` are given, less 2 KiB for each of `files`; the limits report says how much.
     pub disk_bytes: u64,
-    /// How many files /work, /tmp and /dev/shm hold together.
+    /// How many files /work, /tmp and /dev/shm hold together; at most one for each 8 KiB of `memory_bytes`.
     pub files: u64,
     /// Processes and threads.
     pub pids: u64,

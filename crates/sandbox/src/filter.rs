@@ -135,6 +135,10 @@ enum Verdict {
     Allowed,
     Refused,
     Missing,
+    /// Nothing is done, and that is called a success.
+    Idle,
+    /// Allowed but with huge pages.
+    SmallPages,
     /// Its arguments decide.
     Rules,
 }
@@ -146,7 +150,28 @@ pub fn program() -> Result<Vec<u8>, String> {
         .iter()
         .map(|family| condition(0, Op::Ne, *family as u64))
         .collect::<Result<_, _>>()?;
-    rules.insert(libc::SYS_socket, vec![rule(no_family)?]);
+    let mut sockets = vec![rule(no_family)?];
+    // Of the internet families only streams and datagrams of TCP and UDP: raw ones reach other protocols, and asking for
+    // a rare protocol makes the kernel load its module.
+    let internet = || condition(0, Op::Ne, libc::AF_UNIX as u64);
+    for kind in [
+        libc::SOCK_RAW,
+        libc::SOCK_RDM,
+        libc::SOCK_SEQPACKET,
+        6,  // SOCK_DCCP
+        10, // SOCK_PACKET
+    ] {
+        sockets.push(rule(vec![
+            internet()?,
+            condition(1, Op::MaskedEq(0xf), kind as u64)?,
+        ])?);
+    }
+    let mut rare = vec![internet()?];
+    for protocol in [0, libc::IPPROTO_TCP, libc::IPPROTO_UDP] {
+        rare.push(condition(2, Op::Ne, protocol as u64)?);
+    }
+    sockets.push(rule(rare)?);
+    rules.insert(libc::SYS_socket, sockets);
     rules.insert(
         libc::SYS_socketpair,
         vec![rule(vec![condition(0, Op::Ne, libc::AF_UNIX as u64)?])?],
@@ -169,10 +194,45 @@ pub fn program() -> Result<Vec<u8>, String> {
         libc::SYS_prlimit64,
         vec![rule(vec![condition(0, Op::Ne, 0)?, quad(2, Op::Ne, 0)?])?],
     );
+    // PID 1's share of the processors, by its number or by that user id: it must be awake when the clock runs out.
+    for call in [
+        libc::SYS_sched_setscheduler,
+        libc::SYS_sched_setparam,
+        libc::SYS_sched_setattr,
+        libc::SYS_sched_setaffinity,
+    ] {
+        rules.insert(call, vec![rule(vec![condition(0, Op::Eq, 1)?])?]);
+    }
+    for (call, by_user) in [
+        (libc::SYS_setpriority, libc::PRIO_USER as u64),
+        (libc::SYS_ioprio_set, 3),
+    ] {
+        let supervisor = rule(vec![condition(1, Op::Eq, 1)?])?;
+        rules.insert(
+            call,
+            vec![supervisor, rule(vec![condition(0, Op::Eq, by_user)?])?],
+        );
+    }
+    // Huge pages by the other two ways to them (see mmap below).
+    for (call, argument, flag) in [
+        (libc::SYS_memfd_create, 1, libc::MFD_HUGETLB as u64),
+        (libc::SYS_shmget, 2, libc::SHM_HUGETLB as u64),
+    ] {
+        let huge = rule(vec![condition(argument, Op::MaskedEq(flag), flag)?])?;
+        rules.insert(call, vec![huge]);
+    }
     let mut verdicts = vec![Verdict::Allowed; FIRST_UNKNOWN as usize];
     let numbers = refused().map(|(call, _)| (call, Verdict::Refused));
     let numbers = numbers.chain(rules.keys().map(|call| (*call, Verdict::Rules)));
-    for (call, verdict) in numbers.chain([(libc::SYS_clone3, Verdict::Missing)]) {
+    let special = [
+        (libc::SYS_clone3, Verdict::Missing),
+        // The host's disks are not the sandbox's to flush, and its own files are on none: done at once.
+        (libc::SYS_sync, Verdict::Idle),
+        (libc::SYS_syncfs, Verdict::Idle),
+        // Huge pages are the host's own store and not counted as memory. Not among the rules, since mmap is called often.
+        (libc::SYS_mmap, Verdict::SmallPages),
+    ];
+    for (call, verdict) in numbers.chain(special) {
         let place = usize::try_from(call).ok().and_then(|n| verdicts.get_mut(n));
         *place.ok_or_else(|| format!("system call {call} is not below {FIRST_UNKNOWN}"))? = verdict;
     }
@@ -225,12 +285,21 @@ struct Step(u16, u8, u8, u32);
 /// Comparisons that find the verdict of a number among runs of equal verdicts, each given by its first number.
 fn tree(runs: &[(u32, Verdict)]) -> Result<Vec<Step>, String> {
     if let [(_, verdict)] = runs {
-        return Ok(vec![match verdict {
-            Verdict::Allowed => Step(0x06, 0, 0, libc::SECCOMP_RET_ALLOW),
-            Verdict::Refused => Step(0x06, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
-            Verdict::Missing => Step(0x06, 0, 0, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
-            Verdict::Rules => Step(JUMP, 0, 0, 0),
-        }]);
+        let answer = |value: u32| Step(0x06, 0, 0, value);
+        let fail = |error: i32| answer(libc::SECCOMP_RET_ERRNO | error as u32);
+        return Ok(match verdict {
+            Verdict::Allowed => vec![answer(libc::SECCOMP_RET_ALLOW)],
+            Verdict::Refused => vec![fail(libc::EPERM)],
+            Verdict::Missing => vec![fail(libc::ENOSYS)],
+            Verdict::Idle => vec![fail(0)],
+            Verdict::SmallPages => vec![
+                Step(0x20, 0, 0, 16 + 3 * 8), // load the fourth argument
+                Step(0x45, 0, 1, libc::MAP_HUGETLB as u32),
+                fail(libc::EPERM),
+                answer(libc::SECCOMP_RET_ALLOW),
+            ],
+            Verdict::Rules => vec![Step(JUMP, 0, 0, 0)],
+        });
     }
     let (low, high) = runs.split_at(runs.len() / 2);
     let (first, _) = high.first().ok_or("no system calls")?;
@@ -350,7 +419,7 @@ mod tests {
     #[test]
     fn every_number_gets_its_verdict_soon() {
         let program = program().unwrap();
-        let refused = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
+        let forbidden = libc::SECCOMP_RET_ERRNO | libc::EPERM as u32;
         let missing = libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32;
         let ask = |number: i64| answer(&program, AUDIT_ARCH_X86_64, number as u32, [0; 6]);
         let by_arguments = [
@@ -359,6 +428,14 @@ mod tests {
             libc::SYS_clone,
             libc::SYS_ioctl,
             libc::SYS_prlimit64,
+            libc::SYS_sched_setscheduler,
+            libc::SYS_sched_setparam,
+            libc::SYS_sched_setattr,
+            libc::SYS_sched_setaffinity,
+            libc::SYS_setpriority,
+            libc::SYS_ioprio_set,
+            libc::SYS_memfd_create,
+            libc::SYS_shmget,
         ];
         for number in 0..1000 {
             let (verdict, steps) = ask(number);
@@ -367,8 +444,10 @@ mod tests {
             }
             let expected = if number >= i64::from(FIRST_UNKNOWN) || number == libc::SYS_clone3 {
                 missing
+            } else if [libc::SYS_sync, libc::SYS_syncfs].contains(&number) {
+                libc::SECCOMP_RET_ERRNO
             } else if refused().any(|(call, _)| call == number) {
-                refused
+                forbidden
             } else {
                 libc::SECCOMP_RET_ALLOW
             };
@@ -389,7 +468,7 @@ mod tests {
             .0
         };
         assert_eq!(socket(libc::AF_INET), libc::SECCOMP_RET_ALLOW);
-        assert_eq!(socket(libc::AF_VSOCK), refused);
+        assert_eq!(socket(libc::AF_VSOCK), forbidden);
         assert!(program.len() / 8 < 512, "{}", program.len() / 8);
     }
 

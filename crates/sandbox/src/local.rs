@@ -17,6 +17,9 @@ use crate::{filter, host, network};
 /// Numbers the helpers of this program.
 static HELPERS: AtomicU64 = AtomicU64::new(0);
 
+/// Kernel memory that a file may take beside its content: inode, names, attributes.
+const FILE_BYTES: u64 = 2048;
+
 pub struct Local {
     client: Arc<Client>,
     limits: LimitsReport,
@@ -186,11 +189,14 @@ pub fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
         });
     }
     let memory_bytes = at_least("memory_bytes", limits.memory_bytes, 16 << 20)?;
+    // Files count as memory, and so does what the kernel keeps about each: a full disk must be a full disk, not a kill
+    // for want of memory, and leave the next call enough to work with.
+    let inodes = at_least("files", limits.files, 16)?.min(memory_bytes / 4 / FILE_BYTES);
+    let most = memory_bytes / 4 * 3 - inodes * FILE_BYTES;
     Ok(LimitSpec {
         memory_bytes,
-        // Files count as memory: a full disk must be a full disk, not a kill for want of memory.
-        disk_bytes: at_least("disk_bytes", limits.disk_bytes, 1 << 16)?.min(memory_bytes / 4 * 3),
-        inodes: at_least("files", limits.files, 16)?,
+        disk_bytes: at_least("disk_bytes", limits.disk_bytes, 1 << 16)?.min(most),
+        inodes,
         pids: at_least("pids", limits.pids, 2)?,
         milli_cpus: (limits.cpus * 1000.0).round() as u64,
         open_files: at_least("open_files", limits.open_files, 16)?,
