@@ -9,11 +9,9 @@ mod contract;
 use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use drillyard_sandbox::{Call, CallOutcome, Pool, SandboxConfig, SandboxError, Setup};
+use drillyard_sandbox::{CallOutcome, Pool, SandboxConfig, SandboxError, Setup};
 
 use contract::{
     eventually, host_processes, is_root, output, shell, shell_for, small, text, unique,

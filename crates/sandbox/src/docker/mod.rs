@@ -853,9 +853,11 @@ mod tests {
         let limits = LimitSpec {
             memory_bytes: 1 << 30,
             disk_bytes: 1 << 30,
+            disk_asked_bytes: 1 << 30,
             inodes: 8000,
             pids: 1,
             milli_cpus: 1,
+            io_bytes_per_s: None,
             open_files: 1,
             output_bytes: 1,
         };
