@@ -551,6 +551,9 @@ mod tests {
     }
 
     proptest! {
+        // Most cases are refused, and say little.
+        #![proptest_config(ProptestConfig::with_cases(4096))]
+
         #[test]
         fn what_is_granted_fits((policy, host, demand) in any_case()) {
             if decide(&policy, &host, &demand) == Verdict::Admit && demand.live > 0 {
@@ -578,7 +581,9 @@ mod tests {
             less in 0..1_u64 << 33,
             factor in 0.0..1.0,
         ) {
-            prop_assume!(decide(&policy, &host, &demand) == Verdict::Admit);
+            if decide(&policy, &host, &demand) != Verdict::Admit {
+                return Ok(());
+            }
             let eased = [
                 (policy, Readings { available_bytes: host.available_bytes + more, ..host }, demand),
                 (policy, Readings { memory_pressure: None, cpu_pressure: None, ..host }, demand),
