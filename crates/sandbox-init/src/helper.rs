@@ -315,7 +315,7 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, devices: usize) -> Ve
         Holds::Yes,
         if driver.has(Controller::Pids) {
             format!(
-                "{} and RLIMIT_NPROC of its user namespace",
+                "{}; behind it, at twice as many, RLIMIT_NPROC of its user namespace",
                 driver.how(Controller::Pids)
             )
         } else {
