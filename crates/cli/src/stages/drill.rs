@@ -9,8 +9,8 @@ use crate::context::{Context, Run, absolute};
 use crate::endpoint::Endpoint;
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_agent::{
-    OpenAiConfig, Policy, RolloutOptions, RolloutSummary, Sampling, Shard, Stop, ToolProtocol,
-    rollout,
+    Branch, OpenAiConfig, Policy, RolloutOptions, RolloutSummary, Sampling, Shard, Stop,
+    ToolProtocol, rollout,
 };
 use drillyard_gym::{TaskSet, Toolset, task_set};
 use drillyard_render::Tokenizer;
@@ -19,6 +19,8 @@ use drillyard_schema::{Purpose, Split, Task};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, OUTPUT, USAGE};
 use drillyard_stage::{Failure, Pipeline, PolicyConfig, PolicyKind};
 use serde::Deserialize;
+
+use super::faults::fault_plan;
 
 /// A policy as a run knows it before anything is started.
 #[derive(Debug, Clone)]
@@ -211,6 +213,17 @@ impl Drill<'_> {
     /// # Errors
     /// A policy, sandbox or lake that can't be used, or a stop by the user.
     pub(crate) async fn execute(&self) -> Result<RolloutSummary, Failure> {
+        self.execute_from(None).await
+    }
+
+    /// The same, every episode leaving a recorded one.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub(crate) async fn execute_from(
+        &self,
+        branch: Option<Branch>,
+    ) -> Result<RolloutSummary, Failure> {
         let pipeline = &self.context.pipeline;
         let pool = Pool::start(sandbox_config(pipeline)?)
             .await
@@ -247,6 +260,8 @@ impl Drill<'_> {
             tokenizer,
             shard: Shard { index, count },
             artifacts_dir: Some(self.context.dir("artifacts")?),
+            faults: fault_plan(pipeline, self.purpose)?,
+            branch,
             stop: stop.clone(),
             ..RolloutOptions::new(
                 self.run.run_id.clone(),
@@ -337,7 +352,7 @@ fn shard_of_environment() -> Option<(u32, u32)> {
         .filter(|(index, count)| index < count)
 }
 
-fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
+pub(crate) fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
     use drillyard_agent::AgentError;
     match error {
         AgentError::Policy(_) => Failure::from_error(ENVIRONMENT, error)
