@@ -772,7 +772,8 @@ async fn processor_time_is_capped_where_the_report_says_so() {
     } else {
         assert!(row.how.contains("no control group"), "{row:?}");
     }
-    assert!(share > 0.05, "{share}");
+    // The control, however little a busy host leaves: the loops ran.
+    assert!(result.cpu.unwrap() > Duration::from_millis(20), "{share}");
     sandbox.close().await;
 }
 
