@@ -834,7 +834,8 @@ pub async fn processor_time_is_capped_where_the_report_says_so(mut config: Sandb
     } else {
         assert!(row.how.contains("no control group"), "{row:?}");
     }
-    assert!(share > 0.05, "{share}");
+    // The control, however little a busy host leaves: the loops ran.
+    assert!(result.cpu.unwrap() > Duration::from_millis(20), "{share}");
     sandbox.close().await;
 }
 
