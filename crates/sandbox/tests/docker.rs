@@ -51,8 +51,9 @@ containerd=$(cat "$dir/exec/containerd/containerd.pid" 2>/dev/null)
 kill "$engine" 2>/dev/null
 wait "$engine"
 [ -n "$containerd" ] && kill -9 "$containerd" 2>/dev/null
-for p in /proc/[0-9]*; do
-  case $(tr '\0' ' ' 2>/dev/null < "$p/cmdline") in *containerd-shim*"$dir/exec"*) kill -9 "${p#/proc/}" ;; esac
+for p in $(grep -lx containerd-shim /proc/[0-9]*/comm 2>/dev/null); do
+  p=${p%/comm}
+  tr '\0' ' ' 2>/dev/null < "$p/cmdline" | grep -q "$dir/exec" && kill -9 "${p#/proc/}"
 done
 grep " $dir/" /proc/self/mountinfo | cut -d' ' -f5 | sort -r | while read -r m; do umount -l "$m"; done
 rm -rf "$dir"
