@@ -33,7 +33,7 @@ const TYPING: [u64; 2] = [libc::TIOCSTI, 0x541C /* TIOCLINUX */];
 /// Numbers and names of system calls.
 macro_rules! calls {
     ($($head:tt $(:: $name:ident)?,)*) => {
-        &[$(($head $(:: $name)?, stringify!($head $($name)?))),*]
+        &[$(($head $(:: $name)?, concat!($(stringify!($name))?))),*]
     };
 }
 
@@ -255,7 +255,7 @@ fn name_of(number: i64, written: &'static str) -> &'static str {
         457 => "statmount",
         458 => "listmount",
         467 => "open_tree_attr",
-        _ => written.trim_start_matches("libc SYS_"),
+        _ => written.trim_start_matches("SYS_"),
     }
 }
 
