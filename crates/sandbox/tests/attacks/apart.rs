@@ -158,7 +158,7 @@ pub fn suffer() -> ExitCode {
             .limits()
             .rows
             .iter()
-            .find(|r| r.limit == "files")
+            .find(|r| r.limit == "host files")
             .map(|r| r.how.clone());
         let mut sandbox = pool.lease(&Setup::default()).await?;
         let result = sandbox.call(Call::shell("echo RAN")).await?;
