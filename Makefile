@@ -25,10 +25,10 @@ RUN += --set import.path=$(IMPORT)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup helpers build rollout import qa credit train eval report nights seeds control base test lint notebooks bench clean
+.PHONY: help setup helpers build rollout import qa credit train eval report nights seeds control base test vm-test lint notebooks bench bench-sandbox clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 setup: ## bring libtorch (once; nothing is installed system-wide)
 	@command -v python3 >/dev/null || { echo "error: python3 was not found; setup needs it" >&2; exit 30; }
@@ -83,6 +83,11 @@ base: build ## make the embedded base model again (a quarter of an hour)
 test: setup helpers ## every test
 	@$(CARGO) test --workspace --no-fail-fast
 
+vm-test: helpers ## sandboxes on pure control groups v2, in an emulated machine
+	@command -v qemu-system-x86_64 >/dev/null && command -v busybox >/dev/null && command -v apt-get >/dev/null || \
+	  { echo "error: this needs a Debian with qemu-system-x86 and busybox-static: apt-get install them" >&2; exit 30; }
+	@$(CARGO) test --quiet -p drillyard-sandbox --test pure_v2 -- --nocapture
+
 lint: setup ## format check and clippy, warnings denied
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --workspace --all-targets -- -D warnings
@@ -98,6 +103,9 @@ notebooks: setup helpers ## run the notebooks over a small lake of their own
 
 bench: build ## figures as JSON lines, each beside its baseline
 	@$(DRILLYARD) bench
+
+bench-sandbox: helpers ## what sandboxes cost, beside fork+exec, bubblewrap, nsjail and Docker
+	@$(CARGO) run --quiet -p drillyard-sandbox --example bench
 
 clean: ## remove what runs and builds left (not libtorch)
 	rm -rf yard $(TARGET_DIR)

@@ -536,6 +536,9 @@ impl<'a> Episode<'a> {
                 "\n[warning: {used} s of this episode's {all} s are used; finish soon]"
             );
         }
+        for warning in &result.warnings {
+            let _ = write!(text, "\n[warning: {warning}]");
+        }
         let sandbox_ended = self.sandbox.as_ref().is_none_or(Sandbox::is_lost);
         if sandbox_ended {
             self.sandbox = None;
@@ -552,6 +555,7 @@ impl<'a> Episode<'a> {
         if sandbox_ended {
             extras.insert("sandbox_ended".to_owned(), true.into());
         }
+        note_sandbox(&mut extras, &result);
         row.extras = (!extras.is_empty()).then(|| Value::Object(extras).to_string());
         let artifacts = self.keep_outputs(step, index, &result)?;
         self.hold(Point::CallDone).await;
@@ -999,6 +1003,31 @@ impl<'a> Episode<'a> {
             evaluation_set: false,
             extras: (!extras.is_empty()).then(|| Value::Object(extras).to_string()),
         }
+    }
+}
+
+/// What a sandbox tells of a call and no column holds.
+fn note_sandbox(extras: &mut serde_json::Map<String, Value>, result: &CallResult) {
+    let mut note = |key: &str, value: Value| {
+        extras.insert(key.to_owned(), value);
+    };
+    if !matches!(
+        result.outcome,
+        drillyard_sandbox::CallOutcome::Ok | drillyard_sandbox::CallOutcome::Error
+    ) {
+        note("why", result.why().into());
+    }
+    if let Some(processes) = result.processes {
+        note("processes", processes.into());
+    }
+    if !result.warnings.is_empty() {
+        note("limit_warnings", json!(result.warnings));
+    }
+    if !result.network.is_empty() {
+        note("network", json!(result.network));
+    }
+    if let Some(why) = &result.unusable {
+        note("unusable", why.as_str().into());
     }
 }
 

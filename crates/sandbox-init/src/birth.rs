@@ -1,16 +1,17 @@
 //! How one sandbox comes to be: cloned from the helper with namespaces of its own, it sets itself up and turns PID 1.
 
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
 use drillyard_sandbox_init::control::Start;
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::Reply;
 
-use crate::cgroup::{Driver, Group, Meter};
+use crate::cgroup::{Driver, Entrance, Group, Meter};
+use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
 use crate::sys::{self, At, Cloned, Failure};
-use crate::world::Mode;
+use crate::world::{self, Mode};
 
 const NAMESPACES: i32 = libc::CLONE_NEWUSER
     | libc::CLONE_NEWNS
@@ -29,20 +30,42 @@ pub const TOOL_ID: u32 = 1000;
 
 const CAP_CHOWN: u64 = 1 << 0;
 const CAP_DAC_OVERRIDE: u64 = 1 << 1;
-const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
+pub const CAP_DAC_READ_SEARCH: u64 = 1 << 2;
 const CAP_FOWNER: u64 = 1 << 3;
 const CAP_KILL: u64 = 1 << 5;
 const CAP_SETGID: u64 = 1 << 6;
 const CAP_SETUID: u64 = 1 << 7;
 /// What PID 1 keeps to do its work, within its user namespace: start tools as another user, end them, and see to
 /// their files whatever the mode.
-const KEPT: u64 = CAP_CHOWN
+pub const KEPT: u64 = CAP_CHOWN
     | CAP_DAC_OVERRIDE
     | CAP_DAC_READ_SEARCH
     | CAP_FOWNER
     | CAP_KILL
     | CAP_SETGID
     | CAP_SETUID;
+
+/// Kernel files that change the machine: not to be written.
+const READ_ONLY: [&str; 7] = [
+    "/proc/sys",
+    "/proc/sysrq-trigger",
+    "/proc/irq",
+    "/proc/bus",
+    "/proc/fs",
+    "/proc/mtrr",
+    "/proc/pressure",
+];
+/// Kernel files that show memory, keys and addresses, some without end: not to be read.
+const EMPTY: [&str; 8] = [
+    "/proc/kcore",
+    "/proc/kmsg",
+    "/proc/kpagecgroup",
+    "/proc/kpagecount",
+    "/proc/kpageflags",
+    "/proc/keys",
+    "/proc/timer_list",
+    "/proc/kallsyms",
+];
 
 /// A sandbox as the helper knows it.
 pub struct Sandbox {
@@ -62,8 +85,12 @@ pub fn make(
 ) -> Result<(Sandbox, OwnedFd), Failure> {
     let (outer, inner) = sys::socketpair(libc::SOCK_STREAM).at("socket")?;
     let (gate, open_gate) = sys::pipe().at("pipe")?;
-    let group = driver.create(id, &start.limits).at("control group")?;
-    let cloned = sys::clone3(NAMESPACES as u64, None).at("new namespaces");
+    let (group, entrance) = match driver.create(id, &start.limits).at("control group")? {
+        Some((group, entrance)) => (Some(group), entrance),
+        None => (None, Entrance::default()),
+    };
+    let into = entrance.into.as_ref().map(AsFd::as_fd);
+    let cloned = sys::clone3(NAMESPACES as u64, into).at("new namespaces");
     let cloned = match cloned {
         Ok(cloned) => cloned,
         Err(failure) => {
@@ -76,18 +103,17 @@ pub fn make(
     match cloned {
         Cloned::Child => {
             drop(open_gate);
+            let entered = entrance.enter().at("joining the control group");
             let meter = group.map_or_else(Meter::default, |g| g.meter);
-            live(&gate, inner, meter, start, filter, mode)
+            live(&gate, entered, inner, meter, start, filter, mode)
         }
         Cloned::Parent(pid) => {
-            let sandbox = Sandbox { id, pid, group };
-            let attached = sandbox
-                .group
-                .as_ref()
-                .map_or(Ok(()), |group| driver.attach(group, pid))
-                .at("joining the control group");
-            let ready = attached
-                .and_then(|()| map_ids(id, pid, mode).at("id map"))
+            let mut sandbox = Sandbox { id, pid, group };
+            if let Some(group) = &mut sandbox.group {
+                group.meter.keep_for_helper();
+            }
+            let ready = map_ids(id, pid, mode)
+                .at("id map")
                 .and_then(|()| sys::write_all(open_gate.as_raw_fd(), b"g").at("pipe"));
             if let Err(failure) = ready {
                 let _ = sys::kill(pid, libc::SIGKILL);
@@ -120,19 +146,25 @@ fn map_ids(id: u64, pid: i32, mode: Mode) -> std::io::Result<()> {
 /// The child's life: set up, serve, end with the process.
 fn live(
     gate: &OwnedFd,
+    entered: Result<(), Failure>,
     socket: OwnedFd,
     meter: Meter,
     start: &Start,
     filter: &[u8],
     mode: Mode,
 ) -> ! {
-    // The gate opens when ids are mapped and the control group is joined; it closes unopened if the helper gave up.
+    // The gate opens when ids are mapped; it closes unopened if the helper gave up.
     let mut byte = [0];
     if !matches!(sys::read(gate.as_raw_fd(), &mut byte), Ok(1)) {
         sys::exit(1);
     }
-    match settle(socket, meter, start, filter, mode) {
-        Ok(inside) => pid1::serve(&inside),
+    let raw = socket.as_raw_fd();
+    let settled = match entered {
+        Ok(()) => settle(socket, meter, start, filter, mode),
+        Err(failure) => Err((raw, failure)),
+    };
+    match settled {
+        Ok(inside) => pid1::serve(inside),
         Err((socket, failure)) => {
             let reply = Reply::Broken {
                 step: failure.step,
@@ -162,26 +194,46 @@ fn settle<'a>(
         Mode::Root => 0,
         Mode::User => TOOL_ID,
     };
-    confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
+    let (counts, listener) = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
     let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
+    let stack = sys::Stack::new().at("stack").map_err(|f| (raw, f))?;
     Ok(Inside {
         socket,
+        replies: None,
         signals,
         meter,
+        counts,
         rules,
+        stack,
         start,
         own_id,
+        listener,
+        shares_ids: false,
     })
 }
 
-fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<(), Failure> {
+/// Shuts the process in; returns the counters, and the socket at which the program outside takes connections, if there
+/// is a network.
+fn confine(
+    start: &Start,
+    filter: &[u8],
+    mode: Mode,
+    own_id: u32,
+) -> Result<(Counts, Option<OwnedFd>), Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
     mounts(start, own_id)?;
+    let counts = Counts::open();
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
     sys::loopback_up().at("loopback")?;
+    // Made before anything of the agent's runs, so that nothing inside can take its place.
+    let listener = start
+        .network
+        .map(sys::listen_on_loopback)
+        .transpose()
+        .at("listening socket of the network")?;
     // SAFETY: no memory is involved.
     unsafe { libc::umask(0o022) };
     std::env::set_current_dir("/work").at("/work")?;
@@ -190,7 +242,8 @@ fn confine(start: &Start, filter: &[u8], mode: Mode, own_id: u32) -> Result<(), 
     sys::set_capabilities(KEPT).at("capabilities")?;
     sys::prctl(libc::PR_SET_DUMPABLE, 0, 0).at("dumpable")?;
     sys::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0).at("no_new_privs")?;
-    sys::install_filter(filter).at("system call filter")
+    sys::install_filter(filter).at("system call filter")?;
+    Ok((counts, listener))
 }
 
 /// One tmpfs carries every place that can be written, so that its size bounds them together.
@@ -216,45 +269,53 @@ fn mounts(start: &Start, own_id: u32) -> Result<(), Failure> {
         sys::mount(name, to, None, libc::MS_BIND, None).at(to)?;
     }
     sys::umount_detach("/mnt").at("disk")?;
-    sys::mount("proc", "/proc", Some("proc"), flags | libc::MS_NOEXEC, None).at("proc")
+    let flags = flags | libc::MS_NOEXEC;
+    sys::mount("proc", "/proc", Some("proc"), flags, None).at("proc")?;
+    // A program that runs as the host's root without its privileges makes sandboxes whose tools own the kernel's files.
+    for path in READ_ONLY {
+        match world::read_only(path) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            done => done.at(path)?,
+        }
+    }
+    for path in EMPTY {
+        match sys::mount("/dev/null", path, None, libc::MS_BIND, None) {
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
+            done => done.at(path)?,
+        }
+    }
+    Ok(())
 }
 
 /// Keeps the socket and the counters, closes every other descriptor, and points 0, 1 and 2 to /dev/null.
 fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
-    const HIGH: RawFd = 500;
+    /// Above the numbers that are given out below, which what is kept may have now.
+    const AWAY: RawFd = 16;
     let lift = |fd: OwnedFd| -> std::io::Result<OwnedFd> {
         // SAFETY: no memory is involved.
-        let r = sys::check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, HIGH) })?;
+        let r = sys::check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, AWAY) })?;
         std::mem::forget(fd);
         // SAFETY: just made for us.
-        Ok(unsafe { std::os::fd::FromRawFd::from_raw_fd(r) })
+        Ok(unsafe { OwnedFd::from_raw_fd(r) })
     };
-    let null = sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0)?;
+    let null = lift(sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0)?)?;
     let socket = lift(socket)?;
-    let meter = Meter {
-        peak: meter.peak.map(lift).transpose()?,
-        oom: meter.oom.map(lift).transpose()?,
-        cpu: meter.cpu.map(lift).transpose()?,
-        pids: meter.pids.map(lift).transpose()?,
-    };
+    let meter = meter.try_map(lift)?;
     for fd in 0..3 {
         sys::dup3(null.as_raw_fd(), fd)?;
     }
     std::mem::forget(null);
-    // SAFETY: closes what the helper holds; its values are never used or dropped in this process.
-    sys::check(unsafe { libc::syscall(libc::SYS_close_range, 3, HIGH - 1, 0) } as i32)?;
-    let last = [
-        Some(&socket),
-        meter.peak.as_ref(),
-        meter.oom.as_ref(),
-        meter.cpu.as_ref(),
-        meter.pids.as_ref(),
-    ]
-    .into_iter()
-    .flatten()
-    .map(AsRawFd::as_raw_fd)
-    .max()
-    .unwrap_or(HIGH);
-    sys::close_from(last + 1)?;
+    let mut next = 3;
+    let mut place = |fd: OwnedFd| -> std::io::Result<OwnedFd> {
+        // SAFETY: no memory is involved; the number is below all that are kept.
+        let r = sys::check(unsafe { libc::dup3(fd.as_raw_fd(), next, libc::O_CLOEXEC) })?;
+        std::mem::forget(fd);
+        next += 1;
+        // SAFETY: just made for us.
+        Ok(unsafe { OwnedFd::from_raw_fd(r) })
+    };
+    let socket = place(socket)?;
+    let meter = meter.try_map(&mut place)?;
+    sys::close_from(next)?;
     Ok((socket, meter))
 }

@@ -17,13 +17,22 @@ use crate::sys::{self, Cloned};
 
 /// Between asking a tree to end and killing it.
 const GRACE: Duration = Duration::from_millis(50);
-/// Told by the child on its side pipe when it could not start its program.
+/// What SIGKILL did not end by then can't be ended.
+const UNKILLABLE: Duration = Duration::from_secs(5);
+/// Told by the child on its side pipe when it could not start its program: the tool's own fault.
 const NO_START: u8 = 1;
+/// Told when it could not give up a privilege or take a limit on: nothing was run.
+const NO_SETUP: u8 = 2;
+/// Read from a tool's pipes at once.
+const CHUNK: usize = 16 << 10;
+
+const NUL: &str = "an argument holds a NUL byte";
 
 enum Tool<'a> {
     Program {
         candidates: Vec<CString>,
         argv: Vec<CString>,
+        env: Vec<CString>,
     },
     Read {
         path: &'a str,
@@ -36,6 +45,8 @@ enum Tool<'a> {
     List {
         path: &'a str,
     },
+    /// Words that no program can be started with; what is wrong with them.
+    Impossible(&'static str),
 }
 
 /// Runs a call and answers it; bytes go to `out`.
@@ -61,7 +72,9 @@ pub fn run(
         out,
     ) {
         Ok(called) => Reply::Called(Box::new(called)),
-        Err(error) => refused(format!("the call could not be started: {error}")),
+        Err(error) => Reply::NotStarted {
+            message: error.to_string(),
+        },
     }
 }
 
@@ -70,9 +83,20 @@ fn prepare<'a>(
     what: &'a What,
     body: &'a [u8],
 ) -> Result<(Tool<'a>, &'a [u8]), String> {
-    let nul = |_| String::from("an argument holds a NUL byte");
+    // Words no system call can carry are the caller's mistake, like a program that isn't there.
+    let impossible = |why| Ok((Tool::Impossible(why), &[][..]));
+    let nul = |_| String::from(NUL);
     let outside = || String::from("content lies outside the message");
+    let env = || {
+        let env = inside.start.env.iter();
+        env.filter_map(|e| CString::new(e.as_str()).ok()).collect()
+    };
     Ok(match what {
+        What::Shell { command } if command.contains('\0') => return impossible(NUL),
+        What::Exec { argv, .. } if argv.is_empty() => return impossible("no program is named"),
+        What::Exec { argv, .. } if argv.iter().any(|a| a.contains('\0')) => {
+            return impossible(NUL);
+        }
         What::Shell { command } => {
             let shell = CString::new(inside.start.shell.as_str()).map_err(nul)?;
             let argv = vec![
@@ -84,6 +108,7 @@ fn prepare<'a>(
                 Tool::Program {
                     candidates: vec![shell],
                     argv,
+                    env: env(),
                 },
                 &[][..],
             )
@@ -108,7 +133,11 @@ fn prepare<'a>(
                 .map(|a| CString::new(a.as_str()).map_err(nul))
                 .collect::<Result<_, _>>()?;
             (
-                Tool::Program { candidates, argv },
+                Tool::Program {
+                    candidates,
+                    argv,
+                    env: env(),
+                },
                 stdin.of(body).ok_or_else(outside)?,
             )
         }
@@ -217,21 +246,26 @@ fn call(
     let (out_read, out_write) = sys::pipe()?;
     let (err_read, err_write) = sys::pipe()?;
     let (side_read, side_write) = sys::pipe()?;
-    inside.meter.reset_peak();
+    let peak_anew = inside.meter.reset_peak();
     let before = inside.meter.read();
+    let counted_before = inside.counts.read();
     let started = Instant::now();
-    let first = match sys::fork()? {
-        Cloned::Child => child(
-            inside,
-            tool,
-            [
-                stdin.as_raw_fd(),
-                out_write.as_raw_fd(),
-                err_write.as_raw_fd(),
-            ],
-            side_write.as_raw_fd(),
-        ),
-        Cloned::Parent(pid) => pid,
+    let streams = [&stdin, &out_write, &err_write].map(AsRawFd::as_raw_fd);
+    let side = side_write.as_raw_fd();
+    let first = if let Tool::Program {
+        candidates,
+        argv,
+        env,
+    } = tool
+    {
+        let (argv, env) = (pointers(argv), pointers(env));
+        let execute = || Err(execute(candidates, &argv, &env));
+        sys::spawn(&inside.stack, || child(inside, streams, side, execute))?
+    } else {
+        match sys::fork()? {
+            Cloned::Child => sys::exit(child(inside, streams, side, || Ok(file_tool(tool)))),
+            Cloned::Parent(pid) => pid,
+        }
     };
     drop((stdin, out_write, err_write, side_write));
     sys::set_nonblocking(out_read.as_raw_fd())?;
@@ -248,7 +282,7 @@ fn call(
         total: 0,
     };
     let mut used = Used::default();
-    let mut buffer = vec![0; 64 << 10];
+    let mut buffer = [0; CHUNK];
 
     let end = watch(
         inside,
@@ -259,7 +293,7 @@ fn call(
         limit,
         &mut buffer,
     );
-    let survivors = finish(
+    let finished = finish(
         inside,
         first,
         end,
@@ -268,6 +302,7 @@ fn call(
         limit,
         &mut buffer,
     );
+    remove_ipc(inside)?;
     // Every writer is dead: what the pipes still hold is all there will be.
     let flooded = stdout.drain(limit, &mut buffer) | stderr.drain(limit, &mut buffer);
     let end = if flooded && end == End::Finished {
@@ -276,7 +311,11 @@ fn call(
         end
     };
     let wall_us = started.elapsed().as_micros() as u64;
+    let counted = inside.counts.read();
     let after = inside.meter.read();
+    let at_rest = inside
+        .meter
+        .at_rest(after.peak_bytes, inside.start.limits.memory_bytes);
 
     let mut side = [0; 8];
     let told = sys::read(side_read.as_raw_fd(), &mut side).unwrap_or(0);
@@ -290,10 +329,10 @@ fn call(
         Some(s) if libc::WIFSIGNALED(s) => (None, Some(libc::WTERMSIG(s))),
         _ => (None, None),
     };
-    if told == 5 && side[0] == NO_START {
-        let [_, a, b, c, d, ..] = side;
+    if told == 5 {
+        let [kind, a, b, c, d, ..] = side;
         let error = io::Error::from_raw_os_error(i32::from_le_bytes([a, b, c, d]));
-        let Tool::Program { argv, .. } = tool else {
+        let (NO_START, Tool::Program { argv, .. }) = (kind, tool) else {
             return Err(error);
         };
         let name = argv
@@ -312,14 +351,19 @@ fn call(
         stderr.total = stderr.kept.len() as u64;
         exit_code = Some(if missing { 127 } else { 126 });
     }
-    let disk_full = sys::openat(
-        libc::AT_FDCWD,
-        c"/work",
-        libc::O_RDONLY | libc::O_DIRECTORY,
-        0,
-    )
-    .and_then(|d| sys::free_space(d.as_raw_fd()))
-    .is_ok_and(|(bytes, files)| bytes < 16 << 10 || files == 0);
+    // The fullest of the places, where they are not one.
+    let disk = [c"/work", c"/tmp", c"/dev/shm"]
+        .into_iter()
+        .filter_map(|place| {
+            sys::openat(libc::AT_FDCWD, place, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+                .and_then(|d| sys::space(d.as_raw_fd()))
+                .ok()
+        })
+        .min_by_key(|d| (d.free_bytes, d.free_files));
+    let disk_full = disk
+        .as_ref()
+        .is_some_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);
+    let piped = stdout.total + stderr.total;
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
     let (changes, state_lost) = index.changes(out);
@@ -334,21 +378,44 @@ fn call(
         wall_us,
         user_us: used.user_us,
         system_us: used.system_us,
-        cgroup_cpu_us: after
-            .cpu_us
-            .zip(before.cpu_us)
-            .map(|(a, b)| a.saturating_sub(b)),
+        cgroup_cpu_us: since(after.cpu_us, before.cpu_us),
+        hard: finished.hard,
         peak_process_bytes: used.peak_bytes,
-        peak_cgroup_bytes: after.peak_bytes,
-        read_bytes: used.read_bytes,
-        written_bytes: used.written_bytes,
+        // A peak over the whole life tells of this call only where it rose above all before.
+        peak_cgroup_bytes: after
+            .peak_bytes
+            .filter(|peak| peak_anew || Some(*peak) > before.peak_bytes),
+        peak_bytes_now: after.peak_bytes > before.peak_bytes,
+        cache_bytes: at_rest.cache_bytes,
+        left_bytes: at_rest.used_bytes,
+        // The group also knows of what is written later than the process that caused it lived.
+        read_bytes: used
+            .read_bytes
+            .max(after.io_bytes.0.saturating_sub(before.io_bytes.0)),
+        written_bytes: used
+            .written_bytes
+            .max(after.io_bytes.1.saturating_sub(before.io_bytes.1)),
+        // PID 1 itself read what came through the pipes.
+        read_chars: since(counted.read_chars, counted_before.read_chars)
+            .map(|n| n.saturating_sub(piped)),
+        written_chars: since(counted.written_chars, counted_before.written_chars),
+        started: inside.counts.started(counted_before, counted),
+        // The group counts PID 1 too.
+        peak_processes: after.peak_pids.map(|n| n.saturating_sub(1)),
+        peak_now: after.peak_pids > before.peak_pids,
         oom_kills: after.oom_kills.saturating_sub(before.oom_kills),
         refused_forks: after.refused_forks.saturating_sub(before.refused_forks),
         disk_full,
-        survivors,
+        disk: disk.unwrap_or_default(),
+        unkillable: finished.unkillable,
+        survivors: finished.survivors,
         changes,
         state_lost,
     })
+}
+
+fn since(now: Option<u64>, then: Option<u64>) -> Option<u64> {
+    now.zip(then).map(|(now, then)| now.saturating_sub(then))
 }
 
 /// Until the first process ended, the clock ran out or too much was printed.
@@ -380,13 +447,17 @@ fn watch(
 /// Sleeps until a stream or a child has news; ends the sandbox when the program outside is gone.
 fn wait(inside: &Inside<'_>, stdout: &Stream, stderr: &Stream, longest: Duration) {
     let fd = |s: &Stream| s.pipe.as_ref().map_or(-1, AsRawFd::as_raw_fd);
+    wait_on(inside, [fd(stdout), fd(stderr)], longest);
+}
+
+fn wait_on(inside: &Inside<'_>, [stdout, stderr]: [RawFd; 2], longest: Duration) {
     let mut control = sys::pollfd(inside.socket());
     control.events = libc::POLLRDHUP;
     let mut fds = [
         sys::pollfd(inside.signals.as_raw_fd()),
         control,
-        sys::pollfd(fd(stdout)),
-        sys::pollfd(fd(stderr)),
+        sys::pollfd(stdout),
+        sys::pollfd(stderr),
     ];
     let ms = longest.as_micros().div_ceil(1000).min(3_600_000) as i32;
     if sys::poll(&mut fds, ms).is_err() || fds[1].revents != 0 {
@@ -397,7 +468,18 @@ fn wait(inside: &Inside<'_>, stdout: &Stream, stderr: &Stream, longest: Duration
     }
 }
 
-/// Ends whatever lives; true if the first process left something running.
+/// How the last processes of a call ended.
+#[derive(Default)]
+struct Finished {
+    /// The first process left something running.
+    survivors: bool,
+    /// The call was stopped, and not all ended when they were asked to.
+    hard: bool,
+    /// Something lives on after SIGKILL.
+    unkillable: bool,
+}
+
+/// Ends whatever lives.
 fn finish(
     inside: &Inside<'_>,
     first: i32,
@@ -406,9 +488,9 @@ fn finish(
     used: &mut Used,
     limit: u64,
     buffer: &mut [u8],
-) -> bool {
+) -> Finished {
     if used.reap(first) {
-        return false;
+        return Finished::default();
     }
     if end == End::Timeout {
         let _ = sys::kill(-1, libc::SIGTERM);
@@ -417,7 +499,7 @@ fn finish(
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if used.reap(first) {
-                return false;
+                return Finished::default();
             }
             if left.is_zero() {
                 break;
@@ -428,23 +510,62 @@ fn finish(
             }
         }
     }
+    let until = Instant::now() + UNKILLABLE;
+    let mut finished = Finished {
+        survivors: end == End::Finished,
+        hard: end != End::Finished,
+        unkillable: false,
+    };
     loop {
         // Reaches every process of the namespace but this one, whatever session or group it hides in.
         let _ = sys::kill(-1, libc::SIGKILL);
-        match sys::reap(-1, true) {
-            Ok(Some(ended)) => used.add(&ended, first),
-            Ok(None) => {}
-            Err(_) => return end == End::Finished,
+        if used.reap(first) {
+            return finished;
         }
+        let left = until.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            finished.unkillable = true;
+            return finished;
+        }
+        wait_on(inside, [-1, -1], left.min(Duration::from_millis(100)));
     }
 }
 
-/// The tool's own process: gives up every privilege, then becomes the tool.
-fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd) -> ! {
-    let become_tool = || -> io::Result<i32> {
+/// Removes shared memory, queues and semaphores that outlast their processes: they would hold memory that no later call
+/// could free, and only files are promised to last.
+fn remove_ipc(inside: &Inside<'_>) -> io::Result<()> {
+    if !sys::has_ipc() {
+        return Ok(());
+    }
+    match sys::fork()? {
+        Cloned::Child => {
+            // Only their owner may remove them.
+            let own = sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID);
+            sys::exit(i32::from(own.and_then(|()| sys::remove_ipc()).is_err()))
+        }
+        Cloned::Parent(pid) => sys::reap(pid, true).map(drop),
+    }
+}
+
+/// The tool's own process: gives up every privilege, then becomes the tool. It may share PID 1's memory until then, so
+/// it keeps nothing it allocates. Returns the exit code.
+fn child(
+    inside: &Inside<'_>,
+    streams: [RawFd; 3],
+    side: RawFd,
+    tool: impl Fn() -> io::Result<i32>,
+) -> i32 {
+    let mut telling = side;
+    let mut become_tool = || -> io::Result<()> {
         let start = inside.start;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::setsid() })?;
+        // The kernel shall choose a tool before PID 1, and before anything of the host's. The file can only be opened
+        // while this process is dumpable; nothing else runs in the sandbox now, and executing a program makes it so
+        // anyway. Under Landlock's rules it cannot be opened at all, so that a tool stays first in line.
+        let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
+        let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
+        let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
         if let Some(rules) = &inside.rules {
             landlock::enter(rules)?;
         }
@@ -452,18 +573,14 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
             sys::dup3(from, to)?;
         }
         sys::dup3(side, 3)?;
+        telling = 3;
         // SAFETY: no memory is involved.
         sys::check(unsafe { libc::fcntl(3, libc::F_SETFD, libc::FD_CLOEXEC) })?;
         sys::close_from(4)?;
         sys::reset_signals();
-        if inside.meter.oom.is_some() {
-            // The kernel shall choose a tool before PID 1. The file can only be opened while this process is dumpable;
-            // nothing else runs in the sandbox now, and executing a program makes it so anyway.
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 1, 0);
-            let _ = std::fs::write("/proc/self/oom_score_adj", "1000");
-            let _ = sys::prctl(libc::PR_SET_DUMPABLE, 0, 0);
+        if !inside.shares_ids {
+            sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
         }
-        sys::setrlimit(libc::RLIMIT_NPROC, limit_processes(inside))?;
         sys::setrlimit(libc::RLIMIT_NOFILE, start.limits.open_files)?;
         // Above the disk's size, so that a full disk says so; only files that are large by their holes meet it.
         sys::setrlimit(libc::RLIMIT_FSIZE, 2 * start.limits.disk_bytes)?;
@@ -471,46 +588,56 @@ fn child(inside: &Inside<'_>, tool: &Tool<'_>, streams: [RawFd; 3], side: RawFd)
             sys::setrlimit(libc::RLIMIT_DATA, start.limits.memory_bytes)?;
         }
         sys::become_id(TOOL_ID, TOOL_ID, inside.own_id != TOOL_ID)?;
-        sys::set_capabilities(0)?;
-        match tool {
-            Tool::Program { candidates, argv } => Err(execute(candidates, argv, &start.env)),
-            Tool::Read { path, max } => Ok(filetools::read_file(path, *max, 3)),
-            Tool::Write { path, content } => Ok(filetools::write_file(path, content)),
-            Tool::List { path } => Ok(filetools::list_dir(path)),
-        }
+        sys::set_capabilities(0)
     };
-    match become_tool() {
-        Ok(code) => sys::exit(code),
-        Err(error) => {
-            let mut told = vec![NO_START];
-            told.extend(error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes());
-            // The side pipe is either in its place or still at its first number; only the right one is a pipe of ours.
-            if sys::write_all(3, &told).is_err() {
-                let _ = sys::write_all(side, &told);
-            }
-            sys::exit(126)
+    let ended = become_tool()
+        .map_err(|error| (NO_SETUP, error))
+        .and_then(|()| tool().map_err(|error| (NO_START, error)));
+    ended.unwrap_or_else(|(kind, error)| {
+        let [a, b, c, d] = error.raw_os_error().unwrap_or(libc::EIO).to_le_bytes();
+        let _ = sys::write_all(telling, &[kind, a, b, c, d]);
+        126
+    })
+}
+
+fn file_tool(tool: &Tool<'_>) -> i32 {
+    match tool {
+        Tool::Read { path, max } => filetools::read_file(path, *max, 3),
+        Tool::Write { path, content } => filetools::write_file(path, content),
+        Tool::List { path } => filetools::list_dir(path),
+        Tool::Impossible(why) => {
+            let _ = sys::write_all(2, format!("{why}\n").as_bytes());
+            126
         }
+        Tool::Program { .. } => 126,
     }
 }
 
-/// Where PID 1 shares the tools' id it counts as one of their processes.
+/// Where PID 1 shares the tools' id it counts as one of their processes. A control group must refuse first, since it
+/// counts its refusals; the kernel takes its time to forget the last call's dead, hence twice as many.
 fn limit_processes(inside: &Inside<'_>) -> u64 {
-    inside.start.limits.pids + u64::from(inside.own_id == TOOL_ID)
+    let pids = inside.start.limits.pids;
+    if inside.meter.pids.is_some() {
+        2 * pids
+    } else {
+        pids + u64::from(inside.own_id == TOOL_ID)
+    }
+}
+
+/// As `execve` takes them: pointers to strings, then null.
+fn pointers(list: &[CString]) -> Vec<*const libc::c_char> {
+    list.iter()
+        .map(|s| s.as_ptr())
+        .chain([std::ptr::null()])
+        .collect()
 }
 
 /// Executes the first candidate that is there; returns only with an error.
-fn execute(candidates: &[CString], argv: &[CString], env: &[String]) -> io::Error {
-    let env: Vec<CString> = env
-        .iter()
-        .filter_map(|e| CString::new(e.as_str()).ok())
-        .collect();
-    let pointers = |list: &[CString]| -> Vec<*const libc::c_char> {
-        list.iter()
-            .map(|s| s.as_ptr())
-            .chain([std::ptr::null()])
-            .collect()
-    };
-    let (argv, env) = (pointers(argv), pointers(&env));
+fn execute(
+    candidates: &[CString],
+    argv: &[*const libc::c_char],
+    env: &[*const libc::c_char],
+) -> io::Error {
     let mut error = io::Error::from_raw_os_error(libc::ENOENT);
     for candidate in candidates {
         // SAFETY: null-terminated arrays of C strings that outlive the call.

@@ -25,6 +25,10 @@ pub struct LimitSpec {
     pub open_files: u64,
     /// Bytes of standard output kept a call, and as many of standard error; the call is killed beyond it.
     pub output_bytes: u64,
+    /// Size of the file system as it was asked for; `disk_bytes` is what is given.
+    pub disk_asked_bytes: u64,
+    /// Bytes a second from and to each block device; nothing for no limit.
+    pub io_bytes_per_s: Option<u64>,
 }
 
 /// A host path that appears, read-only, inside.
@@ -78,6 +82,81 @@ pub struct Start {
     pub env: Vec<String>,
     /// False to do without control groups even where the host grants them (a probe of the weaker mode).
     pub cgroups: bool,
+    /// The port of each sandbox's own loopback at which the program outside shall take its connections; none for no
+    /// network at all.
+    #[serde(default)]
+    pub network: Option<u16>,
+}
+
+/// What PID 1 of a container needs to know: the first message it gets. It answers with a [`Greeting`], then serves as any
+/// other PID 1 does.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Contained {
+    /// The limits. The container engine was asked to set those that only it can.
+    pub limits: LimitSpec,
+    /// The system call filter: an array of `struct sock_filter`, in the frame's body.
+    pub filter: Span,
+    /// The shell of shell calls, absolute inside.
+    pub shell: String,
+    /// The environment of every tool, as `NAME=value`.
+    pub env: Vec<String>,
+    /// Files that must be the very ones the program sees.
+    pub witnesses: Vec<Witness>,
+}
+
+/// A file that tells whether the engine binds the paths of the program's host, or those of another machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Witness {
+    /// Where it appears, absolute.
+    pub inside: String,
+    /// Its device's number.
+    pub device: u64,
+    /// Its inode's number.
+    pub inode: u64,
+}
+
+/// What PID 1 of a container answers first.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Greeting {
+    /// It is set up; [`crate::init::Reply::Ready`] follows.
+    Settled(Settled),
+    /// A [`Witness`] is another file here.
+    Elsewhere {
+        /// Its path.
+        inside: String,
+    },
+    /// It could not be set up; it ends.
+    Unable {
+        /// The step that failed.
+        step: String,
+        /// The error in words.
+        message: String,
+    },
+}
+
+/// What PID 1 of a container found around it: limits as the kernel has them, not as they were asked for.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settled {
+    /// The memory limit of its control group, in bytes.
+    pub memory_bytes: Option<u64>,
+    /// The process limit of its control group.
+    pub pids: Option<u64>,
+    /// The processor limit of its control group, in thousandths.
+    pub milli_cpus: Option<u64>,
+    /// Version of its control groups; 0 where it sees none of its own.
+    pub cgroups: u8,
+    /// Whether the group's counter of kills for want of memory can be read.
+    pub counts_oom: bool,
+    /// Bytes of the file systems at /work, /tmp and /dev/shm together.
+    pub disk_bytes: u64,
+    /// Files they hold together; nothing where one of them has no limit.
+    pub inodes: Option<u64>,
+    /// Whether the engine's own system call filter is in place.
+    pub engine_filter: bool,
+    /// Version of Landlock, 0 for none.
+    pub landlock: i64,
+    /// Whether ids inside are ids of the host.
+    pub host_ids: bool,
 }
 
 /// What the program asks of a started helper.
@@ -93,6 +172,13 @@ pub enum Order {
         /// Its name.
         id: u64,
     },
+    /// Double a sandbox's memory limit.
+    Relax {
+        /// Its name.
+        id: u64,
+    },
+    /// Tell how much memory all sandboxes use together; answered by [`Event::Measured`].
+    Measure,
 }
 
 /// How far a limit holds on this host.
@@ -105,12 +191,14 @@ pub enum Holds {
     Partly,
     /// This host offers no way to enforce it.
     No,
+    /// No such limit is configured.
+    Unset,
 }
 
 /// One limit and how it holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitRow {
-    /// The limit's name: `memory`, `disk`, `processes`, …
+    /// The limit's name: `memory`, `disk`, `processes`, … It stays the same over versions, so that records compare.
     pub limit: String,
     /// Its value, with unit.
     pub value: String,
@@ -163,5 +251,11 @@ pub enum Event {
         signal: Option<i32>,
         /// Processes the kernel killed in it for want of memory over its whole life.
         oom_kills: u64,
+    },
+    /// What [`Order::Measure`] asked for.
+    Measured {
+        /// Memory of all sandboxes with their files, in bytes; without control groups the resident memory of their
+        /// processes.
+        memory_bytes: Option<u64>,
     },
 }

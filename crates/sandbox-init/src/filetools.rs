@@ -24,7 +24,9 @@ pub fn read_file(path: &str, max: u64, side: RawFd) -> i32 {
         }
         let mut left = max;
         let mut sent = 0;
-        let mut buffer = vec![0; 64 << 10];
+        // Files of /proc claim to be empty.
+        let buffer = (stat.st_size as u64).clamp(4 << 10, 64 << 10) as usize;
+        let mut buffer = vec![0; buffer];
         while left > 0 {
             let want = buffer
                 .len()

@@ -11,7 +11,7 @@ use drillyard_sandbox_init::control::{Event, Holds, LimitRow, LimitSpec, Order, 
 use drillyard_sandbox_init::frame;
 
 use crate::birth::{self, Sandbox};
-use crate::cgroup::{Controller, Driver};
+use crate::cgroup::{Controller, Driver, find_io_devices};
 use crate::landlock;
 use crate::sys::{self, Failure};
 use crate::world::{self, Mode};
@@ -21,15 +21,20 @@ const PACKET: usize = 192 << 10;
 
 /// Plays the helper until the control socket closes.
 pub fn run() -> ExitCode {
+    // It may be run from a copy in memory, which has no name.
+    sys::set_name(c"drillyard-init");
     let mut buffer = vec![0; PACKET];
+    // Finding out what the processor can do is dear in a virtual machine; every sandbox inherits the answer.
+    let _ = blake3::hash(&[]);
     let Some((start, filter)) = receive_start(&mut buffer) else {
         return ExitCode::from(2);
     };
     let (driver, swept) = if start.cgroups {
-        Driver::open(&start.owner)
+        Driver::open(&start.owner, start.limits.io_bytes_per_s.is_some())
     } else {
         (Driver::None("not asked for".into()), 0)
     };
+    let devices = find_io_devices(&start.limits);
     let outcome = world::leave().and_then(|mode| {
         let inner = sys::fork().map_err(|error| Failure {
             step: "fork".into(),
@@ -56,7 +61,7 @@ pub fn run() -> ExitCode {
                 driver.remove_own(&start.owner);
                 return unable(&failure);
             }
-            let limits = report(&start.limits, &driver, mode);
+            let limits = report(&start.limits, &driver, mode, devices);
             let started = Event::Started {
                 limits,
                 mode: match mode {
@@ -145,6 +150,21 @@ impl Yard {
                     ),
                 }
             }
+            Order::Relax { id } => {
+                let bytes = 2 * self.start.limits.memory_bytes;
+                if let Some(sandbox) = self.live.values().find(|s| s.id == id)
+                    && let Some(group) = &sandbox.group
+                {
+                    self.driver.set_memory(group, bytes);
+                }
+                Ok(())
+            }
+            Order::Measure => tell(
+                &Event::Measured {
+                    memory_bytes: self.driver.memory_bytes().or_else(resident_bytes),
+                },
+                None,
+            ),
             Order::Destroy { id } => {
                 // One that is gone already was told of then.
                 if let Some(sandbox) = self.live.values().find(|s| s.id == id) {
@@ -243,7 +263,25 @@ fn unable(failure: &Failure) -> ExitCode {
     ExitCode::from(30)
 }
 
-fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
+/// Resident memory of every process in the helper's pid namespace, which holds the sandboxes and nothing else; pages
+/// that several share count for each.
+fn resident_bytes() -> Option<u64> {
+    let mut pages = 0;
+    for entry in std::fs::read_dir("/proc").ok()?.flatten() {
+        if !entry.file_name().as_encoded_bytes()[0].is_ascii_digit() {
+            continue;
+        }
+        // size resident shared …, in pages
+        let statm = std::fs::read_to_string(entry.path().join("statm")).unwrap_or_default();
+        let mut fields = statm.split(' ').filter_map(|f| f.parse::<u64>().ok());
+        let (resident, shared) = (fields.nth(1).unwrap_or(0), fields.next().unwrap_or(0));
+        pages += resident.saturating_sub(shared);
+    }
+    Some(pages * 4096)
+}
+
+#[expect(clippy::too_many_lines, reason = "a table, row by row")]
+fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, devices: usize) -> Vec<LimitRow> {
     let row = |limit: &str, value: String, holds: Holds, how: String| LimitRow {
         limit: limit.into(),
         value,
@@ -266,7 +304,7 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
             driver.how(Controller::Memory)
         } else {
             format!(
-                "for each process alone (RLIMIT_DATA); {}",
+                "for each process alone (RLIMIT_DATA), and not what they share or leave in sockets; {}",
                 driver.how(Controller::Memory)
             )
         },
@@ -277,7 +315,7 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
         Holds::Yes,
         if driver.has(Controller::Pids) {
             format!(
-                "{} and RLIMIT_NPROC of its user namespace",
+                "{}; behind it, at twice as many, RLIMIT_NPROC of its user namespace",
                 driver.how(Controller::Pids)
             )
         } else {
@@ -297,10 +335,55 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
     ));
     rows.push(row(
         "disk",
-        format!("{}, {} files", mib(limits.disk_bytes), limits.inodes),
+        if limits.disk_bytes < limits.disk_asked_bytes {
+            format!(
+                "{} asked, {} given",
+                mib(limits.disk_asked_bytes),
+                mib(limits.disk_bytes)
+            )
+        } else {
+            mib(limits.disk_bytes)
+        },
         Holds::Yes,
-        "size and inodes of a tmpfs that holds /work, /tmp and /dev/shm".into(),
+        if limits.disk_bytes < limits.disk_asked_bytes {
+            "size of a tmpfs that holds /work, /tmp and /dev/shm; files lie in memory and get three quarters of it"
+        } else {
+            "size of a tmpfs that holds /work, /tmp and /dev/shm"
+        }
+        .into(),
     ));
+    rows.push(row(
+        "files",
+        limits.inodes.to_string(),
+        Holds::Yes,
+        "inodes of that tmpfs".into(),
+    ));
+    rows.push(match limits.io_bytes_per_s {
+        None => row(
+            "io rate",
+            "not set".into(),
+            Holds::Unset,
+            "files written lie in memory; reads of the host's programs are not throttled".into(),
+        ),
+        Some(bytes) => {
+            let holds = driver.has(Controller::Io) && devices > 0;
+            row(
+                "io rate",
+                format!("{} KiB/s a device", bytes >> 10),
+                if holds { Holds::Yes } else { Holds::No },
+                if holds {
+                    format!(
+                        "{}, {devices} devices; files written lie in memory",
+                        driver.how(Controller::Io)
+                    )
+                } else if devices == 0 {
+                    "this host shows no block device".into()
+                } else {
+                    driver.how(Controller::Io)
+                },
+            )
+        }
+    });
     rows.push(row(
         "open files",
         limits.open_files.to_string(),
@@ -315,8 +398,8 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
     ));
     let landlock = landlock::version();
     rows.push(row(
-        "files",
-        "of the host: read only, by an allow-list".into(),
+        "host files",
+        "read only, by an allow-list".into(),
         Holds::Yes,
         if landlock == 0 {
             "a root of their own, read-only mounts (this kernel has no Landlock)".into()

@@ -145,6 +145,19 @@ pub struct Changed {
     pub content: Option<Span>,
 }
 
+/// How full a file system is.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Space {
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Of them, free.
+    pub free_bytes: u64,
+    /// How many files it can hold.
+    pub files: u64,
+    /// Of them, not there.
+    pub free_files: u64,
+}
+
 /// What a call did.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Called {
@@ -170,20 +183,44 @@ pub struct Called {
     pub system_us: u64,
     /// Processor time of the sandbox by its control group, in microseconds.
     pub cgroup_cpu_us: Option<u64>,
+    /// Of a call that was stopped: whether processes were still alive after they were asked to end, and killed.
+    pub hard: bool,
     /// Largest resident set of one process, in bytes.
     pub peak_process_bytes: u64,
     /// Peak of the whole sandbox by its control group, in bytes, its files included.
     pub peak_cgroup_bytes: Option<u64>,
+    /// Whether that was reached during the call. Where it wasn't, and the kernel can't start the peak anew, it is an
+    /// earlier call's.
+    pub peak_bytes_now: bool,
+    /// File contents that the sandbox's memory held as a mere cache, looked up only where more than half of the limit
+    /// was used; 0 otherwise.
+    pub cache_bytes: u64,
+    /// Memory still in use when every process was dead, such a cache not counted.
+    pub left_bytes: Option<u64>,
     /// Bytes read from block devices.
     pub read_bytes: u64,
     /// Bytes written to block devices.
     pub written_bytes: u64,
+    /// Bytes that came in by `read` and its kin, from files, pipes and sockets.
+    pub read_chars: Option<u64>,
+    /// Bytes that went out by `write` and its kin.
+    pub written_chars: Option<u64>,
+    /// Processes and threads that were started.
+    pub started: Option<u64>,
+    /// Most processes and threads at once since the sandbox was made.
+    pub peak_processes: Option<u64>,
+    /// Whether that was reached, or reached again, during the call.
+    pub peak_now: bool,
     /// Processes the kernel killed for want of memory during the call.
     pub oom_kills: u64,
     /// Forks the process limit refused during the call (0 where no control group counts them).
     pub refused_forks: u64,
     /// Whether the file system was full at the end.
     pub disk_full: bool,
+    /// How full the file system was at the end.
+    pub disk: Space,
+    /// Processes could not be killed: the sandbox must not be used again.
+    pub unkillable: bool,
     /// Processes still alive when the first one ended; they were killed.
     pub survivors: bool,
     /// What changed among the files, sorted by path.
@@ -195,7 +232,8 @@ pub struct Called {
 /// What PID 1 answers.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Reply {
-    /// Said once, unasked, when the sandbox is set up.
+    /// Said once, unasked, when the sandbox is set up. Where a network was asked for and the stream is a unix socket, a
+    /// listening TCP socket of the sandbox's loopback comes with the first byte.
     Ready,
     /// A call's result.
     Called(Box<Called>),
@@ -208,6 +246,11 @@ pub enum Reply {
     },
     /// The request could not be fulfilled; the sandbox is as it was before, unless it says so.
     Refused {
+        /// Why.
+        message: String,
+    },
+    /// A call could not be started for a reason that lies in the sandbox, not in the call.
+    NotStarted {
         /// Why.
         message: String,
     },

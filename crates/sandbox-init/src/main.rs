@@ -2,10 +2,13 @@
 //!
 //! `drillyard-sandbox-init helper` takes its control socket as standard input. It is single-threaded throughout: it
 //! clones PID 1 of each sandbox from itself without another `exec`, which no threaded program could do safely.
+//! `drillyard-sandbox-init container` is the first program of a container and its PID 1.
 
 mod birth;
 mod calls;
 mod cgroup;
+mod container;
+mod counts;
 mod filetools;
 mod helper;
 mod landlock;
@@ -17,8 +20,10 @@ mod world;
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    if std::env::args().nth(1).as_deref() == Some("helper") {
-        return helper::run();
+    match std::env::args().nth(1).as_deref() {
+        Some("helper") => return helper::run(),
+        Some("container") => return container::run(),
+        _ => {}
     }
     let _ = std::io::Write::write_all(
         &mut std::io::stderr(),

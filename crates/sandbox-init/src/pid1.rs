@@ -8,6 +8,7 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{Reply, Request};
 
 use crate::cgroup::Meter;
+use crate::counts::Counts;
 use crate::scan::Index;
 use crate::{calls, scan, sys};
 
@@ -18,14 +19,23 @@ const MAX_BODY: u64 = 1 << 31;
 pub struct Inside<'a> {
     /// To the program outside.
     pub socket: OwnedFd,
+    /// Where replies go when `socket` carries requests only.
+    pub replies: Option<OwnedFd>,
     /// Readable when a child ended.
     pub signals: OwnedFd,
     pub meter: Meter,
+    pub counts: Counts,
     /// What tools may write, where the kernel can be told.
     pub rules: Option<OwnedFd>,
+    /// For tools' processes until they execute their program.
+    pub stack: sys::Stack,
     pub start: &'a Start,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,
+    /// Goes to the program outside with the greeting; PID 1 keeps no copy.
+    pub listener: Option<OwnedFd>,
+    /// The tools' id is in use outside this sandbox too, so that limits the kernel counts by id would count strangers.
+    pub shares_ids: bool,
 }
 
 impl Inside<'_> {
@@ -35,19 +45,36 @@ impl Inside<'_> {
 }
 
 /// Serves until the socket closes.
-pub fn serve(inside: &Inside<'_>) -> ! {
-    let code = match inside.socket.try_clone() {
-        Ok(socket) => i32::from(talk(inside, File::from(socket)).is_err()),
+pub fn serve(mut inside: Inside<'_>) -> ! {
+    let listener = inside.listener.take();
+    let ends = inside.socket.try_clone().and_then(|requests| {
+        let replies = inside.replies.as_ref().unwrap_or(&inside.socket);
+        Ok((File::from(requests), File::from(replies.try_clone()?)))
+    });
+    let code = match ends {
+        Ok((requests, replies)) => i32::from(talk(&inside, listener, requests, replies).is_err()),
         Err(_) => 1,
     };
     sys::exit(code)
 }
 
-fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
+fn talk(
+    inside: &Inside<'_>,
+    listener: Option<OwnedFd>,
+    mut requests: File,
+    mut replies: File,
+) -> std::io::Result<()> {
     let mut index = Index::default();
     index.look();
-    frame::write(&mut socket, &Reply::Ready, &[])?;
-    while let Some((request, body)) = frame::read::<Request>(&mut socket, MAX_BODY)? {
+    match listener {
+        Some(listener) => sys::send(
+            inside.socket(),
+            &frame::encode(&Reply::Ready, 0)?,
+            Some(listener.as_raw_fd()),
+        )?,
+        None => frame::write(&mut replies, &Reply::Ready, &[])?,
+    }
+    while let Some((request, body)) = frame::read::<Request>(&mut requests, MAX_BODY)? {
         let mut out = Vec::new();
         let reply = match request {
             Request::Call { what, timeout_us } => {
@@ -62,12 +89,16 @@ fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
                     Err(message) => Reply::Refused { message },
                 }
             }
-            Request::Pack { max_bytes } => match scan::pack(max_bytes, &mut out) {
+            // The copy is held in the sandbox's own memory, beside the files.
+            Request::Pack { max_bytes } => match scan::pack(
+                max_bytes.min(inside.start.limits.memory_bytes / 4),
+                &mut out,
+            ) {
                 Ok(entries) => Reply::Packed { entries },
                 Err(message) => Reply::Refused { message },
             },
         };
-        frame::write(&mut socket, &reply, &out)?;
+        frame::write(&mut replies, &reply, &out)?;
     }
     Ok(())
 }

@@ -23,6 +23,12 @@ const ROOTS: [(&CStr, &str); 3] = [
 const MAX_DEPTH: usize = 100;
 /// More files are not looked at.
 const MAX_FILES: usize = 50_000;
+/// Paths longer than this together are not kept.
+const MAX_PATH_BYTES: usize = 8 << 20;
+/// Changes are told while their part of a reply's head is smaller: a name may take six times its bytes there.
+const MAX_TOLD_BYTES: usize = 32 << 20;
+/// What a change takes of a head beside its path.
+const TOLD_BYTES: usize = 400;
 /// Larger files are not hashed.
 const MAX_HASHED: u64 = 256 << 20;
 /// While all files together are smaller, each is hashed at every look: writes through a shared mapping change neither
@@ -68,6 +74,8 @@ impl Index {
         let mut lost = new.incomplete || old.incomplete;
         let mut room = CONTENT_BYTES;
         let mut changes = Vec::new();
+        let mut head = MAX_TOLD_BYTES;
+        let mut files = Files::default();
         for (path, node) in &new.nodes {
             let before = old.nodes.get(path);
             if before.is_some_and(|b| {
@@ -78,10 +86,14 @@ impl Index {
             }) {
                 continue;
             }
+            if !told(path, &mut head) {
+                lost = true;
+                break;
+            }
             let name = text(path, &mut lost);
             let content = match node.kind {
-                Kind::File if node.size <= room => content(path, node.size),
-                Kind::Link => target(path),
+                Kind::File if node.size <= room => files.content(path, node.size),
+                Kind::Link => files.target(path).filter(|t| t.len() as u64 <= room),
                 _ => None,
             };
             lost |= match node.kind {
@@ -110,6 +122,10 @@ impl Index {
         }
         for (path, node) in &old.nodes {
             if !new.nodes.contains_key(path) {
+                if !told(path, &mut head) {
+                    lost = true;
+                    break;
+                }
                 changes.push(Changed {
                     path: text(path, &mut lost),
                     change: Change::Deleted,
@@ -131,9 +147,17 @@ impl Index {
     fn again(&self) -> Self {
         let mut found = Vec::new();
         let mut incomplete = false;
+        let mut path_bytes = MAX_PATH_BYTES;
         for (root, name) in ROOTS {
             match open_dir(libc::AT_FDCWD, root) {
-                Ok(dir) => walk(&dir, name.as_bytes(), 0, &mut found, &mut incomplete),
+                Ok(dir) => walk(
+                    &dir,
+                    name.as_bytes(),
+                    0,
+                    &mut path_bytes,
+                    &mut found,
+                    &mut incomplete,
+                ),
                 Err(_) => incomplete = true,
             }
         }
@@ -142,6 +166,7 @@ impl Index {
             .filter(|(_, n)| n.kind == Kind::File)
             .fold(0, |sum, (_, n)| sum.saturating_add(n.size));
         let mut budget = MAX_HASHED;
+        let mut files = Files::default();
         let mut nodes = BTreeMap::new();
         for (path, mut node) in found {
             if node.kind == Kind::File {
@@ -157,12 +182,12 @@ impl Index {
                 if let Some(known) = known {
                     node.hash = known.hash;
                 } else if node.size <= budget {
-                    node.hash = hash_file(&path, node.size);
+                    node.hash = files.hash(&path, node.size);
                     budget -= node.size;
                 }
                 incomplete |= node.hash.is_none();
             } else if node.kind == Kind::Link {
-                node.hash = target(&path).map(|t| *blake3::hash(&t).as_bytes());
+                node.hash = files.target(&path).map(|t| *blake3::hash(&t).as_bytes());
             }
             nodes.insert(path, node);
         }
@@ -174,10 +199,18 @@ impl Index {
 pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
     let mut found = Vec::new();
     let mut incomplete = false;
+    let mut path_bytes = MAX_PATH_BYTES;
     for (root, name) in ROOTS {
         let dir = open_dir(libc::AT_FDCWD, root)
             .map_err(|e| format!("{}: {e}", root.to_string_lossy()))?;
-        walk(&dir, name.as_bytes(), 0, &mut found, &mut incomplete);
+        walk(
+            &dir,
+            name.as_bytes(),
+            0,
+            &mut path_bytes,
+            &mut found,
+            &mut incomplete,
+        );
     }
     if incomplete {
         return Err(format!(
@@ -185,25 +218,36 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
         ));
     }
     found.sort_by(|a, b| a.0.cmp(&b.0));
+    // Before any is read: holes cost nothing to whoever made them.
+    let total = found
+        .iter()
+        .fold(0_u64, |sum, (_, node)| sum.saturating_add(node.size));
+    if total > max_bytes {
+        return Err(format!(
+            "files are larger than {max_bytes} bytes together: {total}"
+        ));
+    }
     let mut entries = Vec::new();
-    let mut left = max_bytes;
+    let mut head = MAX_TOLD_BYTES;
+    let mut files = Files::default();
     for (path, node) in found {
+        if !told(&path, &mut head) {
+            return Err(format!(
+                "names are longer than {MAX_TOLD_BYTES} bytes together"
+            ));
+        }
         let mut odd = false;
         let name = text(&path, &mut odd);
         if odd {
             return Err(format!("{name:?}: the name is not UTF-8"));
         }
         let bytes = match node.kind {
-            Kind::File => {
-                if node.size > left {
-                    return Err(format!(
-                        "{name}: files are larger than {max_bytes} bytes together"
-                    ));
-                }
-                left -= node.size;
-                content(&path, node.size).ok_or_else(|| format!("{name}: cannot be read"))?
-            }
-            Kind::Link => target(&path).ok_or_else(|| format!("{name}: cannot be read"))?,
+            Kind::File => files
+                .content(&path, node.size)
+                .ok_or_else(|| format!("{name}: cannot be read"))?,
+            Kind::Link => files
+                .target(&path)
+                .ok_or_else(|| format!("{name}: cannot be read"))?,
             Kind::Dir => Vec::new(),
             Kind::Other => continue,
         };
@@ -214,6 +258,11 @@ pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
             mtime_ns: Some(node.mtime_ns),
             content: put(out, &bytes),
         });
+        if out.len() as u64 > max_bytes {
+            return Err(format!(
+                "files and links are larger than {max_bytes} bytes together"
+            ));
+        }
     }
     Ok(entries)
 }
@@ -352,70 +401,108 @@ fn open_dir(at: RawFd, name: &CStr) -> io::Result<OwnedFd> {
     )
 }
 
-/// Opens a file of the index's by its name in it.
-fn open(path: &[u8]) -> io::Result<OwnedFd> {
-    let (dir, name) = locate(path)?;
-    let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let file = sys::openat(dir.as_raw_fd(), &name, flags, 0)?;
-    if kind_of(sys::fstat(file.as_raw_fd())?.st_mode) != Kind::File {
-        return Err(io::Error::from_raw_os_error(libc::EINVAL));
-    }
-    Ok(file)
+/// Opens the index's files by their names in it, one after another; names may be any bytes. The directories on the way
+/// to the last one stay open, so that a file's depth is paid for once and not by each of its neighbours.
+#[derive(Default)]
+struct Files {
+    root: usize,
+    way: Vec<(Vec<u8>, OwnedFd)>,
 }
 
-/// The directory and last name of a file of the index's; paths as bytes, since names may be anything.
-fn locate(path: &[u8]) -> io::Result<(OwnedFd, CString)> {
-    let (root, rest) = ROOTS
-        .iter()
-        .skip(1)
-        .find_map(|(root, prefix)| Some((*root, path.strip_prefix(prefix.as_bytes())?)))
-        .unwrap_or((ROOTS[0].0, path));
-    let mut dir = open_dir(libc::AT_FDCWD, root)?;
-    let mut parts = rest.split(|b| *b == b'/').peekable();
-    while let Some(part) = parts.next() {
-        let part = sys::c(part)?;
-        if parts.peek().is_none() {
-            return Ok((dir, part));
+impl Files {
+    /// The directory that holds a file, and the file's name in it.
+    fn locate(&mut self, path: &[u8]) -> io::Result<(RawFd, CString)> {
+        let (root, rest) = ROOTS
+            .iter()
+            .enumerate()
+            .skip(1)
+            .find_map(|(i, (_, prefix))| Some((i, path.strip_prefix(prefix.as_bytes())?)))
+            .unwrap_or((0, path));
+        if root != self.root {
+            self.root = root;
+            self.way.clear();
         }
-        dir = open_dir(dir.as_raw_fd(), &part)?;
-    }
-    Err(io::Error::from_raw_os_error(libc::ENOENT))
-}
-
-fn content(path: &[u8], size: u64) -> Option<Vec<u8>> {
-    let file = open(path).ok()?;
-    let size = usize::try_from(size).ok()?;
-    let mut bytes = vec![0; size];
-    let mut got = 0;
-    while got < size {
-        match sys::read(file.as_raw_fd(), &mut bytes[got..]) {
-            Ok(0) => break,
-            Ok(n) => got += n,
-            Err(_) => return None,
+        if self.way.is_empty() {
+            let dir = open_dir(libc::AT_FDCWD, ROOTS[root].0)?;
+            self.way.push((Vec::new(), dir));
         }
+        let mut parts: Vec<&[u8]> = rest.split(|b| *b == b'/').collect();
+        let name = sys::c(parts.pop().unwrap_or_default())?;
+        let common = self.way[1..]
+            .iter()
+            .zip(&parts)
+            .take_while(|((known, _), part)| known == *part)
+            .count();
+        self.way.truncate(1 + common);
+        for part in &parts[common..] {
+            let dir = open_dir(self.last(), &sys::c(*part)?)?;
+            self.way.push((part.to_vec(), dir));
+        }
+        Ok((self.last(), name))
     }
-    bytes.truncate(got);
-    Some(bytes)
-}
 
-fn hash_file(path: &[u8], size: u64) -> Option<Hash> {
-    let file = open(path).ok()?;
-    let mut hasher = blake3::Hasher::new();
-    let mut buffer = vec![0; (64 << 10).min(usize::try_from(size).ok()?).max(1)];
-    loop {
-        match sys::read(file.as_raw_fd(), &mut buffer) {
-            Ok(0) => return Some(*hasher.finalize().as_bytes()),
-            Ok(n) => {
-                hasher.update(&buffer[..n]);
+    fn last(&self) -> RawFd {
+        self.way.last().map_or(-1, |(_, dir)| dir.as_raw_fd())
+    }
+
+    fn open(&mut self, path: &[u8]) -> io::Result<OwnedFd> {
+        let (dir, name) = self.locate(path)?;
+        let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
+        let file = sys::openat(dir, &name, flags, 0)?;
+        if kind_of(sys::fstat(file.as_raw_fd())?.st_mode) != Kind::File {
+            return Err(io::Error::from_raw_os_error(libc::EINVAL));
+        }
+        Ok(file)
+    }
+
+    fn content(&mut self, path: &[u8], size: u64) -> Option<Vec<u8>> {
+        let file = self.open(path).ok()?;
+        let size = usize::try_from(size).ok()?;
+        let mut bytes = vec![0; size];
+        let mut got = 0;
+        while got < size {
+            match sys::read(file.as_raw_fd(), &mut bytes[got..]) {
+                Ok(0) => break,
+                Ok(n) => got += n,
+                Err(_) => return None,
             }
-            Err(_) => return None,
         }
+        bytes.truncate(got);
+        Some(bytes)
+    }
+
+    fn hash(&mut self, path: &[u8], size: u64) -> Option<Hash> {
+        let file = self.open(path).ok()?;
+        let mut hasher = blake3::Hasher::new();
+        let mut buffer = vec![0; (64 << 10).min(usize::try_from(size).ok()?).max(1)];
+        loop {
+            match sys::read(file.as_raw_fd(), &mut buffer) {
+                Ok(0) => return Some(*hasher.finalize().as_bytes()),
+                Ok(n) => {
+                    hasher.update(&buffer[..n]);
+                }
+                Err(_) => return None,
+            }
+        }
+    }
+
+    fn target(&mut self, path: &[u8]) -> Option<Vec<u8>> {
+        let (dir, name) = self.locate(path).ok()?;
+        sys::readlink_at(dir, &name).ok()
     }
 }
 
-fn target(path: &[u8]) -> Option<Vec<u8>> {
-    let (dir, name) = locate(path).ok()?;
-    sys::readlink_at(dir.as_raw_fd(), &name).ok()
+/// Takes what a path costs off a head's room; false when there is none.
+fn told(path: &[u8], head: &mut usize) -> bool {
+    let escaped = path.iter().filter(|b| **b < 0x20).count();
+    let cost = TOLD_BYTES + path.len() + 5 * escaped;
+    match head.checked_sub(cost) {
+        Some(left) => {
+            *head = left;
+            true
+        }
+        None => false,
+    }
 }
 
 const fn kind_of(mode: u32) -> Kind {
@@ -431,6 +518,7 @@ fn walk(
     dir: &OwnedFd,
     prefix: &[u8],
     depth: usize,
+    path_bytes: &mut usize,
     found: &mut Vec<(Vec<u8>, Node)>,
     incomplete: &mut bool,
 ) {
@@ -440,10 +528,12 @@ fn walk(
     };
     let now = now_ns();
     for name in names {
-        if found.len() >= MAX_FILES {
+        let bytes = prefix.len() + name.as_bytes().len();
+        if found.len() >= MAX_FILES || *path_bytes < bytes {
             *incomplete = true;
             return;
         }
+        *path_bytes -= bytes;
         let Ok(stat) = sys::stat_at(dir.as_raw_fd(), &name) else {
             *incomplete = true;
             continue;
@@ -472,7 +562,7 @@ fn walk(
         if kind == Kind::Dir {
             path.push(b'/');
             match (depth < MAX_DEPTH).then(|| open_dir(dir.as_raw_fd(), &name)) {
-                Some(Ok(sub)) => walk(&sub, &path, depth + 1, found, incomplete),
+                Some(Ok(sub)) => walk(&sub, &path, depth + 1, path_bytes, found, incomplete),
                 _ => *incomplete = true,
             }
         }

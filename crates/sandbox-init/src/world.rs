@@ -63,7 +63,8 @@ pub fn build(start: &Start) -> Result<(), Failure> {
         let tree = open_tree(&bind.host).at(&step)?;
         let device = bind.inside.starts_with("/dev/");
         let attributes = if device {
-            libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC
+            // Read-only is the host's node, not what lies behind it: a device can be written all the same.
+            libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NOEXEC
         } else {
             libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV
         };
@@ -137,6 +138,13 @@ pub fn build(start: &Start) -> Result<(), Failure> {
     )
     .at("read-only root")?;
     sys::sethostname("sandbox").at("host name")
+}
+
+/// Makes one place of a mounted tree read-only.
+pub fn read_only(path: &str) -> io::Result<()> {
+    let tree = open_tree(path)?;
+    set_attributes(&tree, libc::MOUNT_ATTR_RDONLY)?;
+    move_mount(&tree, path)
 }
 
 /// A path inside, relative to the root being built.

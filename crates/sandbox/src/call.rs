@@ -1,5 +1,6 @@
 //! Calls and what they did.
 
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -7,7 +8,10 @@ use serde::{Deserialize, Serialize};
 use drillyard_sandbox_init::frame::{Span, put};
 use drillyard_sandbox_init::init::{Called, Change, End, Kind, What};
 
-use crate::SandboxError;
+use crate::{Limits, NetworkRequest, SandboxError};
+
+/// So much memory a call must find free, where the limit is not small: less, and the sandbox counts as unusable.
+const LEAST_MEMORY: u64 = 64 << 20;
 
 /// Something to do in a sandbox. Paths are relative to `/work`, or absolute inside.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -87,10 +91,11 @@ impl Call {
 }
 
 /// How a call ended. The text of each is the lake's label.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CallOutcome {
     /// It ran and exited with 0.
+    #[default]
     Ok,
     /// It ran and exited with another code.
     Error,
@@ -124,6 +129,38 @@ impl CallOutcome {
     }
 }
 
+/// How a call that had to be stopped ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stop {
+    /// All its processes ended when they were asked to (SIGTERM).
+    Soft,
+    /// Some had to be killed (SIGKILL).
+    Hard,
+}
+
+/// A limit that a call came near to.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LimitWarning {
+    /// The limit, by its name in [`crate::LimitsReport`]: `memory`, `disk`, `files` or `processes`.
+    pub limit: String,
+    /// How much was used: of memory and processes at the peak, of disk and files at the end.
+    pub used: u64,
+    /// How much is allowed.
+    pub of: u64,
+}
+
+impl fmt::Display for LimitWarning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { limit, used, of } = self;
+        if matches!(limit.as_str(), "memory" | "disk") {
+            write!(f, "{limit}: {} of {} MiB used", used >> 20, of >> 20)
+        } else {
+            write!(f, "{limit}: {used} of {of} used")
+        }
+    }
+}
+
 /// A file that a call created, changed or deleted.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ChangedFile {
@@ -146,10 +183,12 @@ pub struct ChangedFile {
 }
 
 /// What a call did.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct CallResult {
     /// How it ended.
     pub outcome: CallOutcome,
+    /// Whether it was stopped (by its clock, or for its output), and how.
+    pub stopped: Option<Stop>,
     /// Exit code of the tool's first process, if it exited.
     pub exit_code: Option<i32>,
     /// The signal that ended it, if one did.
@@ -173,22 +212,68 @@ pub struct CallResult {
     /// Peak memory in bytes: of the whole sandbox with its files where a control group counts it, else of the largest
     /// process.
     pub peak_memory: Option<u64>,
+    /// Peak resident memory of the largest process, in bytes.
+    pub peak_process_memory: Option<u64>,
     /// Bytes read from block devices.
     pub read_bytes: Option<u64>,
     /// Bytes written to block devices (files in the sandbox live in memory and do not count).
     pub written_bytes: Option<u64>,
+    /// Bytes read from files, pipes and sockets of any kind, programs' own start included.
+    pub read_chars: Option<u64>,
+    /// Bytes written to files, pipes and sockets of any kind.
+    pub written_chars: Option<u64>,
+    /// Processes and threads that were started.
+    pub processes: Option<u64>,
+    /// Most processes and threads at once, since the sandbox was made; where a control group counts them.
+    pub peak_processes: Option<u64>,
     /// Processes the kernel killed for want of memory, also where the call went on.
     pub oom_kills: u64,
     /// Processes were still alive when the first one ended; they were killed.
     pub survivors: bool,
     /// What changed among the files, sorted by path.
     pub files_changed: Vec<ChangedFile>,
+    /// What the call asked of the network, in order.
+    pub network: Vec<NetworkRequest>,
     /// True where `files_changed` is not enough to bring the files to this state again.
     pub state_lost: bool,
+    /// Limits that the call came near to; see [`Limits::warn_at`].
+    pub warnings: Vec<LimitWarning>,
+    /// Why no other call can be run in this sandbox, if so. The next call gets a fresh one with the same files, where
+    /// they could be saved.
+    pub unusable: Option<String>,
 }
 
 impl CallResult {
-    pub(crate) fn of(called: Called, body: &[u8]) -> Result<Self, SandboxError> {
+    /// How it ended and why, for people.
+    pub fn why(&self) -> String {
+        let exit = match (self.exit_code, self.signal) {
+            (Some(code), _) => format!("exit code {code}"),
+            (None, Some(signal)) => format!("signal {signal}"),
+            (None, None) => "no exit".to_owned(),
+        };
+        let how = match self.stopped {
+            Some(Stop::Soft) => "ended when asked to",
+            Some(Stop::Hard) => "killed",
+            None => "",
+        };
+        match self.outcome {
+            CallOutcome::Ok | CallOutcome::Error | CallOutcome::Killed => exit,
+            CallOutcome::Timeout => {
+                format!("clock ran out after {} ms: {how}", self.wall.as_millis())
+            }
+            CallOutcome::OutputLimit => format!("output limit: {how}"),
+            CallOutcome::Memory => {
+                format!("memory limit: {} processes killed, {exit}", self.oom_kills)
+            }
+            CallOutcome::Processes => format!("process limit: {exit}"),
+            CallOutcome::Disk => format!("disk full: {exit}"),
+        }
+    }
+
+    pub(crate) fn of(called: Called, body: &[u8], limits: &Limits) -> Result<Self, SandboxError> {
+        let warnings = warnings(&called, limits);
+        let unusable = unusable(&called, limits);
+        let outcome = outcome(&called);
         let bytes = |span: Span| {
             span.of(body).map(<[u8]>::to_vec).ok_or_else(|| {
                 SandboxError::Protocol(std::io::Error::other("bytes lie outside the message"))
@@ -214,19 +299,13 @@ impl CallResult {
                 })
             })
             .collect::<Result<_, SandboxError>>()?;
-        let failed = called.exit_code != Some(0);
-        let outcome = match called.end {
-            End::Timeout => CallOutcome::Timeout,
-            End::Output => CallOutcome::OutputLimit,
-            End::Finished if !failed => CallOutcome::Ok,
-            End::Finished if called.oom_kills > 0 => CallOutcome::Memory,
-            End::Finished if called.disk_full => CallOutcome::Disk,
-            End::Finished if called.refused_forks > 0 => CallOutcome::Processes,
-            End::Finished if called.signal.is_some() => CallOutcome::Killed,
-            End::Finished => CallOutcome::Error,
-        };
         Ok(Self {
             outcome,
+            stopped: match called.end {
+                End::Finished => None,
+                _ if called.hard => Some(Stop::Hard),
+                _ => Some(Stop::Soft),
+            },
             exit_code: called.exit_code,
             signal: called.signal,
             stdout: bytes(called.stdout)?,
@@ -242,12 +321,20 @@ impl CallResult {
                     .peak_cgroup_bytes
                     .unwrap_or(called.peak_process_bytes),
             ),
+            peak_process_memory: Some(called.peak_process_bytes),
             read_bytes: Some(called.read_bytes),
             written_bytes: Some(called.written_bytes),
+            read_chars: called.read_chars,
+            written_chars: called.written_chars,
+            processes: called.started,
+            peak_processes: called.peak_processes,
             oom_kills: called.oom_kills,
             survivors: called.survivors,
             files_changed,
+            network: Vec::new(),
             state_lost: called.state_lost,
+            warnings,
+            unusable,
         })
     }
 
@@ -255,23 +342,82 @@ impl CallResult {
     pub(crate) fn out_of_memory(oom_kills: u64, wall: Duration) -> Self {
         Self {
             outcome: CallOutcome::Memory,
-            exit_code: None,
             signal: Some(9),
-            stdout: Vec::new(),
-            stderr: Vec::new(),
-            stdout_bytes: 0,
-            stderr_bytes: 0,
             wall,
-            cpu: None,
-            user: Duration::ZERO,
-            system: Duration::ZERO,
-            peak_memory: None,
-            read_bytes: None,
-            written_bytes: None,
             oom_kills,
-            survivors: false,
-            files_changed: Vec::new(),
             state_lost: true,
+            unusable: Some("the memory limit took the sandbox's supervisor".to_owned()),
+            ..Self::default()
         }
     }
+}
+
+/// Our own kill comes first, then what the kernel counted, then the signals of limits, then whatever else is known.
+fn outcome(called: &Called) -> CallOutcome {
+    // A shell tells its child's signal by an exit code.
+    let by = |signal: i32| called.signal == Some(signal) || called.exit_code == Some(128 + signal);
+    match called.end {
+        End::Timeout => CallOutcome::Timeout,
+        End::Output => CallOutcome::OutputLimit,
+        End::Finished if called.exit_code == Some(0) => CallOutcome::Ok,
+        End::Finished if called.oom_kills > 0 => CallOutcome::Memory,
+        End::Finished if by(libc::SIGXFSZ) || called.disk_full => CallOutcome::Disk,
+        End::Finished if called.refused_forks > 0 => CallOutcome::Processes,
+        End::Finished if called.signal.is_some() => CallOutcome::Killed,
+        End::Finished => CallOutcome::Error,
+    }
+}
+
+/// The most memory a call used, caches not counted.
+pub(crate) fn most_memory(called: &Called) -> u64 {
+    match called.peak_cgroup_bytes {
+        None => called.peak_process_bytes,
+        Some(peak) if called.peak_bytes_now => peak.saturating_sub(called.cache_bytes),
+        Some(_) => called.left_bytes.unwrap_or(0),
+    }
+}
+
+fn warnings(called: &Called, limits: &Limits) -> Vec<LimitWarning> {
+    let disk = called.disk;
+    let memory = most_memory(called);
+    let processes = called.peak_processes.filter(|_| called.peak_now);
+    let refused = (called.refused_forks > 0).then_some(limits.pids);
+    [
+        ("memory", memory, limits.memory_bytes),
+        (
+            "disk",
+            disk.bytes.saturating_sub(disk.free_bytes),
+            disk.bytes,
+        ),
+        (
+            "files",
+            disk.files.saturating_sub(disk.free_files),
+            disk.files,
+        ),
+        ("processes", refused.or(processes).unwrap_or(0), limits.pids),
+    ]
+    .into_iter()
+    .filter(|(_, used, of)| *of > 0 && *used as f64 >= *of as f64 * limits.warn_at)
+    .map(|(limit, used, of)| LimitWarning {
+        limit: limit.to_owned(),
+        used,
+        of,
+    })
+    .collect()
+}
+
+/// Why the next call would pay for this one.
+fn unusable(called: &Called, limits: &Limits) -> Option<String> {
+    if called.unkillable {
+        return Some("processes of the last call could not be killed".to_owned());
+    }
+    let left = called.left_bytes?;
+    let needed = (limits.memory_bytes / 8).min(LEAST_MEMORY);
+    (left > limits.memory_bytes.saturating_sub(needed)).then(|| {
+        format!(
+            "with every process dead, files and shared memory still hold {} of {} MiB of memory",
+            left >> 20,
+            limits.memory_bytes >> 20
+        )
+    })
 }

@@ -1,9 +1,9 @@
 //! The program's side of the control socket: starts the helper, sends orders, and hands its answers to who waits.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -12,6 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use camino::Utf8Path;
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, Shutdown,
     SocketFlags, SocketType, recvmsg, send, shutdown, socketpair,
@@ -39,6 +40,8 @@ struct Waiting {
     made: HashMap<u64, oneshot::Sender<Made>>,
     /// Of every sandbox that lives or whose end nobody has asked about.
     gone: HashMap<u64, Gone>,
+    /// Who asked how much memory is used, in order.
+    measured: VecDeque<oneshot::Sender<Option<u64>>>,
     /// The helper has ended.
     closed: bool,
 }
@@ -88,17 +91,23 @@ impl Client {
             None,
         )
         .map_err(io::Error::from)?;
-        let mut helper = Command::new(program)
-            .arg0(crate::host::INIT)
-            .arg("helper")
-            .env_clear()
-            .current_dir("/")
-            .stdin(Stdio::from(theirs))
-            .stdout(Stdio::null())
-            .stderr(Stdio::inherit())
-            // Ctrl-C at a terminal is for this program to act on; the helper ends after it, in order.
-            .process_group(0)
-            .spawn()
+        let spawn = |executable: &str, stdin: OwnedFd| {
+            Command::new(executable)
+                .arg0(crate::host::INIT)
+                .arg("helper")
+                .env_clear()
+                .current_dir("/")
+                .stdin(Stdio::from(stdin))
+                .stdout(Stdio::null())
+                .stderr(Stdio::inherit())
+                // Ctrl-C at a terminal is for this program to act on; the helper ends after it, in order.
+                .process_group(0)
+                .spawn()
+        };
+        let again = theirs.try_clone()?;
+        let mut helper = sealed(program)
+            .and_then(|copy| spawn(&format!("/proc/self/fd/{}", copy.as_raw_fd()), theirs))
+            .or_else(|_| spawn(program.as_str(), again))
             .map_err(|source| SandboxError::HelperStart {
                 path: program.to_owned(),
                 source,
@@ -175,6 +184,29 @@ impl Client {
         Ok((id, socket))
     }
 
+    /// Memory of all sandboxes together, in bytes.
+    pub async fn measure(&self) -> Option<u64> {
+        let (tell, told) = oneshot::channel();
+        {
+            let mut waiting = self.shared.waiting();
+            if waiting.closed {
+                return None;
+            }
+            waiting.measured.push_back(tell);
+        }
+        // Whoever asks at the same time may get the other's answer, which is as good.
+        self.shared.order(&Order::Measure).ok()?;
+        told.await.ok().flatten()
+    }
+
+    /// Doubles a sandbox's memory; comes back when that is done.
+    pub async fn relax(&self, id: u64) {
+        if self.shared.order(&Order::Relax { id }).is_ok() {
+            // Orders are obeyed in order: when this one is answered, the other is done.
+            self.measure().await;
+        }
+    }
+
     /// Has a sandbox killed without waiting for it.
     pub fn kill(&self, id: u64) {
         // Whoever asks later learns of its end; if nobody does, it is forgotten when it comes.
@@ -224,6 +256,22 @@ impl Drop for Client {
     }
 }
 
+/// A copy of a program that nobody can change: whatever runs inside, no way leads from it to the file on the host's
+/// disk. Where this can't be had (a host may forbid programs in memory) the file itself is run, which the kernel keeps
+/// from being written meanwhile.
+fn sealed(program: &Utf8Path) -> io::Result<OwnedFd> {
+    let mut from = fs_err::File::open(program)?;
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    // Older kernels know no flag for programs, and need none.
+    let copy = memfd_create(crate::host::INIT, flags | MemfdFlags::EXEC)
+        .or_else(|_| memfd_create(crate::host::INIT, flags))?;
+    let mut to = std::fs::File::from(copy);
+    io::copy(&mut from, &mut to)?;
+    let seals = SealFlags::SEAL | SealFlags::SHRINK | SealFlags::GROW | SealFlags::WRITE;
+    fcntl_add_seals(&to, seals)?;
+    Ok(to.into())
+}
+
 fn read_events(shared: &Shared) {
     let mut buffer = vec![0; PACKET];
     while let Ok(Some((event, socket))) = receive(&shared.socket, &mut buffer) {
@@ -249,7 +297,11 @@ fn read_events(shared: &Shared) {
                 signal,
                 oom_kills,
             } => {
-                let autopsy = Autopsy { signal, oom_kills };
+                let autopsy = Autopsy {
+                    signal,
+                    oom_kills,
+                    backend_gone: false,
+                };
                 if let Some(gone) = waiting.gone.get_mut(&id) {
                     match std::mem::replace(gone, Gone::Known(autopsy)) {
                         Gone::Asked(tell) => {
@@ -260,6 +312,11 @@ fn read_events(shared: &Shared) {
                     }
                 }
             }
+            Event::Measured { memory_bytes } => {
+                if let Some(tell) = waiting.measured.pop_front() {
+                    let _ = tell.send(memory_bytes);
+                }
+            }
             Event::Started { .. } | Event::Unable { .. } => break,
         }
     }
@@ -267,14 +324,19 @@ fn read_events(shared: &Shared) {
     waiting.closed = true;
     waiting.made.clear();
     waiting.gone.clear();
+    waiting.measured.clear();
 }
 
-fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Option<OwnedFd>)>> {
+/// Reads once, with the descriptor that comes along, if one does.
+pub fn receive_passed(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+) -> io::Result<(usize, Option<OwnedFd>)> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let n = loop {
         match recvmsg(
-            socket,
+            &socket,
             &mut [IoSliceMut::new(buffer)],
             &mut ancillary,
             RecvFlags::CMSG_CLOEXEC,
@@ -284,13 +346,18 @@ fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Opt
             Err(error) => return Err(error.into()),
         }
     };
-    if n == 0 {
-        return Ok(None);
-    }
     let passed = ancillary.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,
     });
+    Ok((n, passed))
+}
+
+fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Event, Option<OwnedFd>)>> {
+    let (n, passed) = receive_passed(socket, buffer)?;
+    if n == 0 {
+        return Ok(None);
+    }
     let short = || io::Error::from(io::ErrorKind::UnexpectedEof);
     let prefix = buffer[..n]
         .first_chunk::<{ frame::PREFIX }>()

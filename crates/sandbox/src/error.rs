@@ -35,6 +35,33 @@ pub enum SandboxError {
     /// The helper ended unexpectedly; every sandbox of the pool is gone.
     #[error("the helper that makes sandboxes has ended; start a new pool")]
     HelperGone,
+    /// No container engine answered.
+    #[error(
+        "no container engine answers ({tried}); start one (`dockerd`, or `podman system service`), or set DOCKER_HOST to the \
+         address of one"
+    )]
+    NoEngine {
+        /// The addresses that were tried, and why each was of no use.
+        tried: String,
+    },
+    /// The container engine refused a request.
+    #[error("the container engine refused: {step}: {message}")]
+    Engine {
+        /// What it was asked for.
+        step: String,
+        /// Its answer.
+        message: String,
+    },
+    /// The container engine answers no more; what it ran may live or not.
+    #[error(
+        "the container engine at {engine} answers no more ({message}); once it does, start a new pool"
+    )]
+    EngineGone {
+        /// Its address.
+        engine: String,
+        /// What happened.
+        message: String,
+    },
     /// A sandbox could not be set up.
     #[error("a sandbox could not be made: {step}: {message}")]
     Create {
@@ -61,6 +88,18 @@ pub enum SandboxError {
         /// Why.
         message: String,
     },
+    /// A call could not be started, for want of something the sandbox should have had.
+    #[error("the call could not be started: {message}")]
+    NotStarted {
+        /// The system's error.
+        message: String,
+    },
+    /// Limits were required that do not hold on this host.
+    #[error("these limits do not hold here:\n{limits}")]
+    LimitsDoNotHold {
+        /// A paragraph for each: by what it falls short, and the way out.
+        limits: String,
+    },
     /// A call was dropped before its answer came; the sandbox is in an unknown state.
     #[error("an earlier call was abandoned half-way; reset or close this sandbox")]
     Abandoned,
@@ -81,4 +120,66 @@ pub enum SandboxError {
     /// Stored bytes are no snapshot.
     #[error("these bytes are no snapshot: {0}")]
     NoSnapshot(String),
+}
+
+impl SandboxError {
+    /// Whether the host or the sandbox is at fault: such a call or episode says nothing of the agent. The other errors
+    /// are a wrong configuration, request or use of this crate.
+    pub const fn is_infrastructure(&self) -> bool {
+        !matches!(
+            self,
+            Self::Config { .. }
+                | Self::Refused { .. }
+                | Self::Abandoned
+                | Self::LimitsDoNotHold { .. }
+                | Self::NoSnapshot(_)
+        )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn faults_of_the_host_are_told_apart() {
+        let io = || std::io::Error::other("x");
+        let text = String::new;
+        for fault in [
+            SandboxError::NoHelper { looked: text() },
+            SandboxError::HelperStart {
+                path: "/x".into(),
+                source: io(),
+            },
+            SandboxError::Unable {
+                step: text(),
+                message: text(),
+                remedy: text(),
+            },
+            SandboxError::HelperGone,
+            SandboxError::Create {
+                step: text(),
+                message: text(),
+            },
+            SandboxError::Lost { cause: text() },
+            SandboxError::Stuck { seconds: 1 },
+            SandboxError::NotStarted { message: text() },
+            SandboxError::Protocol(io()),
+            SandboxError::Io(io()),
+        ] {
+            assert!(fault.is_infrastructure(), "{fault}");
+        }
+        for misuse in [
+            SandboxError::Refused { message: text() },
+            SandboxError::Abandoned,
+            SandboxError::Config {
+                field: "cpus",
+                message: text(),
+            },
+            SandboxError::LimitsDoNotHold { limits: text() },
+            SandboxError::NoSnapshot(text()),
+        ] {
+            assert!(!misuse.is_infrastructure(), "{misuse}");
+        }
+    }
 }

@@ -187,11 +187,9 @@ impl CallResult {
         Self {
             outcome,
             exit_code: Some(exit_code),
-            signal: None,
             stderr: stderr.as_bytes().to_vec(),
             stderr_bytes: stderr.len() as u64,
-            state_lost: false,
-            ..Self::out_of_memory(0, Duration::ZERO)
+            ..Self::default()
         }
     }
 }

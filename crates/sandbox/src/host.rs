@@ -12,7 +12,7 @@ pub const INIT: &str = "drillyard-sandbox-init";
 /// The SQL tool, shown inside.
 pub const SQL_TOOL: &str = "drillyard-sql-tool";
 /// Where the helper programs for tools appear inside.
-const TOOLS: &str = "/opt/drillyard/bin";
+pub const TOOLS: &str = "/opt/drillyard/bin";
 
 /// The directories that hold a host's programs and libraries; links among them stay links.
 const SYSTEM: [&str; 7] = [
@@ -75,21 +75,7 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
             binds.push(bind(path));
         }
     }
-    for path in extra {
-        if !path.is_absolute() || path.as_str() == "/" {
-            return Err(SandboxError::Config {
-                field: "host_paths",
-                message: format!("'{path}' is not an absolute path below /"),
-            });
-        }
-        if !path.exists() {
-            return Err(SandboxError::Config {
-                field: "host_paths",
-                message: format!("'{path}' does not exist on this host"),
-            });
-        }
-        binds.push(bind(path.as_str()));
-    }
+    binds.extend(extra_binds(extra)?);
     let sql_tool = helpers.join(SQL_TOOL);
     let mut copies = Vec::new();
     if sql_tool.exists() {
@@ -151,17 +137,46 @@ pub fn root(helpers: &Utf8Path, extra: &[Utf8PathBuf]) -> Result<Root, SandboxEr
         made,
         links,
         shell: shell.to_owned(),
-        env: [
-            &format!("PATH={TOOLS}:/usr/local/bin:/usr/bin:/bin"),
-            "HOME=/work",
-            "TMPDIR=/tmp",
-            "LANG=C.UTF-8",
-        ]
-        .into_iter()
-        .map(str::to_owned)
-        .collect(),
+        env: env(),
         report,
     })
+}
+
+/// The environment of every tool.
+pub fn env() -> Vec<String> {
+    [
+        &format!("PATH={TOOLS}:/usr/local/bin:/usr/bin:/bin"),
+        "HOME=/work",
+        "TMPDIR=/tmp",
+        "LANG=C.UTF-8",
+    ]
+    .into_iter()
+    .map(str::to_owned)
+    .collect()
+}
+
+/// The host paths a configuration shows inside beside the image.
+pub fn extra_binds(paths: &[Utf8PathBuf]) -> Result<Vec<Bind>, SandboxError> {
+    let mut binds = Vec::new();
+    for path in paths {
+        if !path.is_absolute() || path.as_str() == "/" {
+            return Err(SandboxError::Config {
+                field: "host_paths",
+                message: format!("'{path}' is not an absolute path below /"),
+            });
+        }
+        if !path.exists() {
+            return Err(SandboxError::Config {
+                field: "host_paths",
+                message: format!("'{path}' does not exist on this host"),
+            });
+        }
+        binds.push(Bind {
+            host: path.to_string(),
+            inside: path.to_string(),
+        });
+    }
+    Ok(binds)
 }
 
 fn report(system: &str, helpers: &Utf8Path, binds: &[Bind]) -> ImageReport {

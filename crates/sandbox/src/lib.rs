@@ -35,28 +35,36 @@
 //! Backends implement [`Backend`]; they only have to bring up a place where PID 1 of `drillyard-sandbox-init` runs and
 //! carry a byte stream to it.
 
+mod admission;
 mod backend;
 mod call;
 mod client;
 mod config;
+mod docker;
 mod error;
 mod faults;
 mod filter;
 mod host;
 mod local;
+mod network;
+mod pipe;
 mod pool;
+mod proxy;
 mod report;
 mod sandbox;
 mod snapshot;
 
+pub use admission::{Admission, Demand, Gauge, HostGauge, Policy, Readings, Verdict, Why, decide};
 pub use backend::{Autopsy, Backend, Boxed, Cell, Stream};
-pub use call::{Call, CallOutcome, CallResult, ChangedFile};
+pub use call::{Call, CallOutcome, CallResult, ChangedFile, LimitWarning, Stop};
 pub use config::{Image, Limits, SandboxConfig};
 pub use drillyard_sandbox_init::control::{Holds, LimitRow};
 pub use drillyard_sandbox_init::init::{Change, Kind};
 pub use error::SandboxError;
 pub use faults::{Fault, FaultKind, FaultPlan, FaultRule};
+pub use network::{AllowList, CacheUse, Network, NetworkLimits, NetworkRequest, NetworkVerdict};
 pub use pool::{Pool, Setup};
+pub use proxy::{Accept, Proxy, Traffic};
 pub use report::{ImageReport, LimitsReport};
 pub use sandbox::Sandbox;
 pub use snapshot::Snapshot;

@@ -3,31 +3,47 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use tokio::net::UnixStream;
-
 use drillyard_sandbox_init::control::{LimitSpec, Start};
 use drillyard_sandbox_init::frame;
 
 use crate::client::Client;
+use crate::pipe::Pipe;
 use crate::{
-    Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream,
+    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, NetworkRequest, Proxy,
+    SandboxConfig, SandboxError, Stream,
 };
-use crate::{filter, host};
+use crate::{filter, host, network};
 
 /// Numbers the helpers of this program.
 static HELPERS: AtomicU64 = AtomicU64::new(0);
+
+/// Kernel memory that a file may take beside its content: inode, names, attributes.
+const FILE_BYTES: u64 = 2048;
 
 pub struct Local {
     client: Arc<Client>,
     limits: LimitsReport,
     image: ImageReport,
+    proxy: Option<Arc<Proxy>>,
 }
 
 impl Local {
     pub async fn start(config: &SandboxConfig) -> Result<Self, SandboxError> {
         let limits = spec(config)?;
+        if let Image::RootFs { dir, .. } = &config.image {
+            return Err(SandboxError::Config {
+                field: "image",
+                message: format!("the local backend cannot use the root file system {dir} yet"),
+            });
+        }
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
-        let root = host::root(&helpers, &config.host_paths)?;
+        let mut root = host::root(&helpers, &config.host_paths)?;
+        root.env.extend(config.network.env());
+        let proxy = config
+            .network
+            .allow_list()
+            .map(|list| Proxy::new(list.clone()))
+            .transpose()?;
         let mut body = Vec::new();
         let program = filter::program().map_err(|message| SandboxError::Create {
             step: "system call filter".into(),
@@ -44,6 +60,7 @@ impl Local {
             shell: root.shell,
             env: root.env,
             cgroups: config.control_groups,
+            network: proxy.as_ref().map(|_| network::PORT),
         };
         let helper = helpers.join(host::INIT);
         let (client, started) =
@@ -56,19 +73,29 @@ impl Local {
                 "removed control groups that an earlier program left"
             );
         }
+        let mut rows = started.limits;
+        if let Some(row) = config.network.row() {
+            rows.retain(|r| r.limit != row.limit);
+            rows.push(row);
+        }
         Ok(Self {
             client: Arc::new(client),
             limits: LimitsReport {
                 backend: "local".into(),
                 mode: started.mode,
-                rows: started.limits,
+                rows,
             },
             image: root.report,
+            proxy,
         })
     }
 }
 
 impl Backend for Local {
+    fn memory_bytes(&self) -> Boxed<'_, Option<u64>> {
+        Box::pin(self.client.measure())
+    }
+
     fn name(&self) -> &'static str {
         "local"
     }
@@ -90,9 +117,7 @@ impl Backend for Local {
                 stream: None,
                 gone: false,
             };
-            let socket = std::os::unix::net::UnixStream::from(socket);
-            socket.set_nonblocking(true)?;
-            cell.stream = Some(UnixStream::from_std(socket)?);
+            cell.stream = Some(Pipe::new(socket, self.proxy.clone())?);
             Ok(Box::new(cell) as Box<dyn Cell>)
         })
     }
@@ -102,7 +127,7 @@ struct LocalCell {
     id: u64,
     client: Arc<Client>,
     /// There from creation on.
-    stream: Option<UnixStream>,
+    stream: Option<Pipe>,
     gone: bool,
 }
 
@@ -111,8 +136,24 @@ impl Cell for LocalCell {
         self.stream.as_mut().map(|s| s as &mut dyn Stream)
     }
 
+    fn relax(&mut self) -> Boxed<'_, ()> {
+        Box::pin(self.client.relax(self.id))
+    }
+
+    fn traffic(&mut self) -> Boxed<'_, Vec<NetworkRequest>> {
+        Box::pin(async {
+            match &self.stream {
+                Some(stream) => stream.traffic().await,
+                None => Vec::new(),
+            }
+        })
+    }
+
     fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
         Box::pin(async move {
+            if let Some(stream) = &mut self.stream {
+                stream.close_network().await;
+            }
             let autopsy = self.client.destroy(self.id).await;
             self.gone = true;
             autopsy
@@ -129,7 +170,8 @@ impl Drop for LocalCell {
     }
 }
 
-fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
+/// The limits of each sandbox as its PID 1 is told them.
+pub fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
     let limits = &config.limits;
     let at_least = |field: &'static str, value: u64, least: u64| {
         if value < least {
@@ -147,25 +189,38 @@ fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
         });
     }
     let memory_bytes = at_least("memory_bytes", limits.memory_bytes, 16 << 20)?;
+    // Files count as memory, and so does what the kernel keeps about each: a full disk must be a full disk, not a kill
+    // for want of memory, and leave the next call enough to work with.
+    let inodes = at_least("files", limits.files, 16)?.min(memory_bytes / 4 / FILE_BYTES);
+    let most = memory_bytes / 4 * 3 - inodes * FILE_BYTES;
     Ok(LimitSpec {
         memory_bytes,
-        // Files count as memory: a full disk must be a full disk, not a kill for want of memory.
-        disk_bytes: at_least("disk_bytes", limits.disk_bytes, 1 << 16)?.min(memory_bytes / 4 * 3),
-        inodes: at_least("files", limits.files, 16)?,
+        disk_bytes: at_least("disk_bytes", limits.disk_bytes, 1 << 16)?.min(most),
+        inodes,
         pids: at_least("pids", limits.pids, 2)?,
         milli_cpus: (limits.cpus * 1000.0).round() as u64,
         open_files: at_least("open_files", limits.open_files, 16)?,
         output_bytes: at_least("output_bytes", limits.output_bytes, 1)?.min(256 << 20),
+        disk_asked_bytes: limits.disk_bytes,
+        io_bytes_per_s: limits
+            .io_bytes_per_s
+            .map(|bytes| at_least("io_bytes_per_s", bytes, 4096))
+            .transpose()?,
     })
 }
 
 /// This program's process id and start time: together they are never used twice.
-fn owner() -> Result<String, SandboxError> {
-    let stat = fs_err::read_to_string("/proc/self/stat")?;
+pub fn owner() -> Result<String, SandboxError> {
+    let pid = std::process::id();
+    let started = started(pid)
+        .ok_or_else(|| std::io::Error::other(format!("/proc/{pid}/stat: too few fields")))?;
+    Ok(format!("{pid}-{started}"))
+}
+
+/// Start time of a process in clock ticks since boot, as text; nothing if it does not live.
+pub fn started(pid: u32) -> Option<String> {
+    let stat = fs_err::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name, in brackets, may hold anything; fields are counted after its end.
-    let started = stat
-        .rfind(')')
-        .and_then(|end| stat[end + 1..].split_whitespace().nth(19))
-        .ok_or_else(|| std::io::Error::other("/proc/self/stat: too few fields"))?;
-    Ok(format!("{}-{started}", std::process::id()))
+    let rest = &stat[stat.rfind(')')? + 1..];
+    rest.split_whitespace().nth(19).map(str::to_owned)
 }

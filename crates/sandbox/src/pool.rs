@@ -1,18 +1,20 @@
 //! The pool: sandboxes made ahead, each handed out once.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use drillyard_sandbox_init::frame::put;
 use drillyard_sandbox_init::init::{Entry, Kind, Reply, Request};
 
+use crate::admission::Door;
+use crate::docker::Docker;
 use crate::local::Local;
 use crate::sandbox::{Contents, exchange, receive};
 use crate::{
-    Backend, Cell, ImageReport, Limits, LimitsReport, Sandbox, SandboxConfig, SandboxError,
-    Snapshot,
+    Admission, Backend, Cell, Gauge, HostGauge, ImageReport, Limits, LimitsReport, Policy, Sandbox,
+    SandboxConfig, SandboxError, Snapshot,
 };
 
 /// How long a sandbox may take to set itself up or to write its first files.
@@ -67,7 +69,7 @@ pub(crate) struct Inner {
     ready: Mutex<VecDeque<Box<dyn Cell>>>,
     size: usize,
     filling: AtomicBool,
-    live: AtomicUsize,
+    door: Door,
 }
 
 impl std::fmt::Debug for Pool {
@@ -83,16 +85,29 @@ impl Pool {
     /// Probes the host, starts the backend and makes the first sandboxes. Fails, with the remedy, where the host forbids
     /// isolation: nothing is ever run without it.
     pub async fn start(config: SandboxConfig) -> Result<Self, SandboxError> {
+        let policy = Policy {
+            oversubscription: config.oversubscription,
+            ..Policy::default()
+        };
+        policy.check()?;
         let backend: Box<dyn Backend> = match config.backend.as_str() {
             "local" => Box::new(Local::start(&config).await?),
+            "docker" => Box::new(Docker::start(&config).await?),
             other => {
                 return Err(SandboxError::Config {
                     field: "backend",
-                    message: format!("unknown backend '{other}'; there is: local"),
+                    message: format!("unknown backend '{other}'; there are: local, docker"),
                 });
             }
         };
-        Self::with_backend(backend, config.limits, config.pool_size).await
+        Self::with_policy(
+            backend,
+            config.limits,
+            config.pool_size,
+            policy,
+            Box::new(HostGauge::new()),
+        )
+        .await
     }
 
     /// A pool over a backend of one's own.
@@ -101,6 +116,29 @@ impl Pool {
         limits: Limits,
         pool_size: usize,
     ) -> Result<Self, SandboxError> {
+        let gauge = Box::new(HostGauge::new());
+        Self::with_policy(backend, limits, pool_size, Policy::default(), gauge).await
+    }
+
+    /// A pool of `local` sandboxes that grants leases by a policy and readings of one's own.
+    pub async fn start_with(
+        config: SandboxConfig,
+        policy: Policy,
+        gauge: Box<dyn Gauge>,
+    ) -> Result<Self, SandboxError> {
+        policy.check()?;
+        let backend = Box::new(Local::start(&config).await?);
+        Self::with_policy(backend, config.limits, config.pool_size, policy, gauge).await
+    }
+
+    async fn with_policy(
+        backend: Box<dyn Backend>,
+        limits: Limits,
+        pool_size: usize,
+        policy: Policy,
+        gauge: Box<dyn Gauge>,
+    ) -> Result<Self, SandboxError> {
+        let door = Door::new(policy, gauge, limits.memory_bytes);
         let pool = Self {
             inner: Arc::new(Inner {
                 backend,
@@ -108,7 +146,7 @@ impl Pool {
                 ready: Mutex::default(),
                 size: pool_size,
                 filling: AtomicBool::new(false),
-                live: AtomicUsize::new(0),
+                door,
             }),
         };
         // The first one shows that the host really lets sandboxes be made.
@@ -139,7 +177,17 @@ impl Pool {
 
     /// How many sandboxes are leased now.
     pub fn live(&self) -> usize {
-        self.inner.live.load(Ordering::Relaxed)
+        self.inner.door.live()
+    }
+
+    /// How many leases wait for room.
+    pub fn waiting(&self) -> usize {
+        self.inner.door.waiting()
+    }
+
+    /// How leases stand: also what a sandbox is expected to use, and why leases wait.
+    pub fn admission(&self) -> Admission {
+        self.inner.door.standing()
     }
 
     /// How many sandboxes are ready to be leased.
@@ -147,7 +195,7 @@ impl Pool {
         self.inner.ready().len()
     }
 
-    /// Hands out a fresh sandbox with these files in it.
+    /// Hands out a fresh sandbox with these files in it; waits, in order, while there is no room for another one.
     pub async fn lease(&self, setup: &Setup) -> Result<Sandbox, SandboxError> {
         self.lease_contents(Contents::Setup(setup.clone())).await
     }
@@ -158,13 +206,24 @@ impl Pool {
     }
 
     async fn lease_contents(&self, contents: Contents) -> Result<Sandbox, SandboxError> {
+        let ticket = self.inner.door.enter(&*self.inner.backend).await;
         let cell = self.fresh(&contents).await?;
-        self.inner.live.fetch_add(1, Ordering::Relaxed);
+        ticket.keep();
         Ok(Sandbox::new(self.clone(), cell, contents))
     }
 
+    /// The error of a sandbox that was lost together with what made it.
+    pub(crate) fn backend_gone(&self, cause: String) -> SandboxError {
+        self.inner.backend.gone(cause)
+    }
+
     pub(crate) fn returned(&self) {
-        self.inner.live.fetch_sub(1, Ordering::Relaxed);
+        self.inner.door.release();
+    }
+
+    /// Learns what a sandbox used at its peak.
+    pub(crate) fn note_use(&self, bytes: u64) {
+        self.inner.door.note(bytes);
     }
 
     /// A sandbox nobody has used, with the given contents.

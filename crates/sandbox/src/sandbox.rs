@@ -7,10 +7,16 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
 
-use crate::{Autopsy, Call, CallResult, Cell, ChangedFile, Pool, SandboxError, Setup, Snapshot};
+use crate::call::most_memory;
+use crate::{
+    Autopsy, Call, CallResult, Cell, ChangedFile, NetworkRequest, Pool, SandboxError, Setup,
+    Snapshot,
+};
 
 /// What PID 1 may need beyond a call's clock: killing a large tree, hashing what changed, sending it.
 const SLACK: Duration = Duration::from_secs(20);
+/// How long a killed sandbox may take to be gone; one whose processes cannot be killed goes when it can.
+const DEATH: Duration = Duration::from_secs(10);
 /// Largest snapshot, in bytes of contents.
 const MAX_SNAPSHOT: u64 = 1 << 30;
 
@@ -30,6 +36,10 @@ pub struct Sandbox {
     leased: Instant,
     /// A request was sent and its answer not yet read.
     asking: bool,
+    /// Its last call left it so that another one would suffer.
+    unusable: bool,
+    /// What the last call asked of the network, until its result is made.
+    network: Vec<NetworkRequest>,
 }
 
 impl std::fmt::Debug for Sandbox {
@@ -48,10 +58,13 @@ impl Sandbox {
             contents,
             leased: Instant::now(),
             asking: false,
+            unusable: false,
+            network: Vec::new(),
         }
     }
 
-    /// Time since it was leased: the episode's clock.
+    /// Time since it was leased, also over reset and restore. Who runs episodes keeps their clock; the sandbox keeps that
+    /// of each call.
     pub fn age(&self) -> Duration {
         self.leased.elapsed()
     }
@@ -63,7 +76,13 @@ impl Sandbox {
 
     /// Runs a call. What the tool does wrong is in the result; an error is the sandbox's fault. When the call returns,
     /// no process that it started is alive.
+    ///
+    /// Where the last call left the sandbox unusable (see [`CallResult::unusable`]), this one runs in a fresh sandbox with
+    /// the same files.
     pub async fn call(&mut self, call: Call) -> Result<CallResult, SandboxError> {
+        if self.unusable && self.cell.is_some() {
+            self.renew().await?;
+        }
         let limits = self.pool.configured();
         let timeout = call
             .timeout()
@@ -76,14 +95,24 @@ impl Sandbox {
             timeout_us: timeout.as_micros() as u64,
         };
         let started = Instant::now();
-        match self.ask(&request, &body, max_body, timeout + SLACK).await {
-            Ok((Reply::Called(called), body)) => CallResult::of(*called, &body),
+        let answer = self.ask(&request, &body, max_body, timeout + SLACK).await;
+        let network = std::mem::take(&mut self.network);
+        let mut result = match answer {
+            Ok((Reply::Called(called), body)) => {
+                let peak = most_memory(&called);
+                let result = CallResult::of(*called, &body, self.pool.configured());
+                self.pool.note_use(peak);
+                self.unusable = result.as_ref().is_ok_and(|r| r.unusable.is_some());
+                result
+            }
             Ok((other, _)) => Err(unexpected(&other)),
             Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
                 CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
             ),
             Err((error, _)) => Err(error),
-        }
+        }?;
+        result.network = network;
+        Ok(result)
     }
 
     /// Copies every file out.
@@ -119,6 +148,19 @@ impl Sandbox {
     /// Back to the state it was leased in, in a fresh sandbox.
     pub async fn reset(&mut self) -> Result<(), SandboxError> {
         self.swap(self.contents.clone()).await
+    }
+
+    /// Swaps in a fresh sandbox with the same files; nothing else of the past remains. Fails where the files cannot be
+    /// copied out: then only [`Sandbox::reset`] or [`Sandbox::restore`] goes on.
+    pub async fn renew(&mut self) -> Result<(), SandboxError> {
+        if let Some(cell) = &mut self.cell {
+            // Copying them takes memory, and there may be none left.
+            cell.relax().await;
+        }
+        let files = self.snapshot().await?;
+        self.cell = Some(self.pool.fresh(&Contents::Snapshot(files)).await?);
+        self.unusable = false;
+        Ok(())
     }
 
     /// Replays recorded changes: writes files that were created or modified, removes those that were deleted. Refuses
@@ -162,7 +204,7 @@ impl Sandbox {
     /// Kills what runs and comes back when the sandbox is gone.
     pub async fn close(mut self) {
         if let Some(cell) = self.cell.take() {
-            cell.destroy().await;
+            let _ = tokio::time::timeout(DEATH, cell.destroy()).await;
         }
     }
 
@@ -171,6 +213,7 @@ impl Sandbox {
         // The old one dies in its own time.
         self.cell = Some(fresh);
         self.asking = false;
+        self.unusable = false;
         self.contents = contents;
         Ok(())
     }
@@ -191,15 +234,21 @@ impl Sandbox {
         };
         self.asking = true;
         let answer = exchange(cell, request, body, max_body, patience).await;
+        self.network = cell.traffic().await;
         self.asking = false;
         match answer {
             Ok(answer) => Ok(answer),
             Err(error) => {
                 let autopsy = match self.cell.take() {
-                    Some(cell) => cell.destroy().await,
+                    Some(cell) => tokio::time::timeout(DEATH, cell.destroy())
+                        .await
+                        .unwrap_or_default(),
                     None => Autopsy::default(),
                 };
                 let error = match error {
+                    SandboxError::Lost { cause } if autopsy.backend_gone => {
+                        self.pool.backend_gone(cause)
+                    }
                     SandboxError::Lost { cause } => SandboxError::Lost {
                         cause: match autopsy.signal {
                             Some(signal) => {
@@ -225,6 +274,9 @@ impl Drop for Sandbox {
 fn unexpected(reply: &Reply) -> SandboxError {
     match reply {
         Reply::Refused { message } => SandboxError::Refused {
+            message: message.clone(),
+        },
+        Reply::NotStarted { message } => SandboxError::NotStarted {
             message: message.clone(),
         },
         _ => SandboxError::Protocol(std::io::Error::other("an answer to another question")),

@@ -156,8 +156,16 @@ impl Default for RolloutConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SandboxSettings {
-    /// `local`.
+    /// `local`, or `docker` for containers of the engine that DOCKER_HOST names.
     pub backend: String,
+    /// Hosts that tools may reach, such as `pypi.org:443`; none by default.
+    pub network: Vec<String>,
+    /// Folder in which answers to plain HTTP GETs are kept, so that later episodes get the same; none when empty.
+    pub network_cache: Utf8PathBuf,
+    /// Limits without which nothing is run, by their names in `drillyard limits`; `all` for every one.
+    pub require_limits: Vec<String>,
+    /// How many times over memory may be promised to sandboxes, from 1 to 2; what they are measured to use decides.
+    pub oversubscription: f64,
     /// What a sandbox may use.
     pub limits: LimitsConfig,
 }
@@ -166,6 +174,10 @@ impl Default for SandboxSettings {
     fn default() -> Self {
         Self {
             backend: "local".to_owned(),
+            network: Vec::new(),
+            network_cache: Utf8PathBuf::new(),
+            require_limits: Vec::new(),
+            oversubscription: 2.0,
             limits: LimitsConfig::default(),
         }
     }
@@ -185,6 +197,10 @@ pub struct LimitsConfig {
     pub memory_mib: u64,
     /// Private disk (work directory and /tmp).
     pub disk_mib: u64,
+    /// Files on it.
+    pub files: u64,
+    /// Disk traffic a second, reading and writing each; 0 for no limit.
+    pub io_mib_s: u64,
     /// Processes.
     pub processes: u64,
     /// Output of one call kept.
@@ -198,7 +214,9 @@ impl Default for LimitsConfig {
             episode_s: 600.0,
             cpus: 2.0,
             memory_mib: 4096,
-            disk_mib: 1024,
+            disk_mib: 10_240,
+            files: 100_000,
+            io_mib_s: 0,
             processes: 256,
             output_kib: 1024,
         }
@@ -513,6 +531,24 @@ impl Pipeline {
                 limits.disk_mib as f64,
                 1.0,
                 100.0 * MILLION,
+            ),
+            (
+                "sandbox.limits.files",
+                limits.files as f64,
+                16.0,
+                100.0 * MILLION,
+            ),
+            (
+                "sandbox.limits.io_mib_s",
+                limits.io_mib_s as f64,
+                0.0,
+                MILLION,
+            ),
+            (
+                "sandbox.oversubscription",
+                self.sandbox.oversubscription,
+                1.0,
+                2.0,
             ),
             (
                 "sandbox.limits.processes",
