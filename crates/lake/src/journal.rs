@@ -453,10 +453,10 @@ fn list_segments(dir: &Utf8Path, shard: &str) -> Result<VecDeque<Segment>, LakeE
         let entry = entry.map_err(reading)?;
         let name = entry.file_name();
         // A compaction that was killed half-way left this; the segments it was made of are all there.
-        if name
+        let ours = name
             .to_str()
-            .is_some_and(|name| name.starts_with(&format!("{shard}.")) && name.ends_with(".new"))
-        {
+            .is_some_and(|name| name.starts_with(&format!("{shard}.")));
+        if ours && entry.path().extension().is_some_and(|e| e == "new") {
             let _ = fs_err::remove_file(entry.path());
             continue;
         }
