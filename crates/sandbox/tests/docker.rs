@@ -729,7 +729,7 @@ async fn an_engine_is_reached_over_tls() {
     drop(own);
 }
 
-const CERTIFICATES: &str = r#"
+const CERTIFICATES: &str = r"
 openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=ca -keyout ca-key.pem -out ca.pem \
   -addext basicConstraints=critical,CA:TRUE
 for who in server client; do
@@ -738,7 +738,7 @@ for who in server client; do
   openssl x509 -req -days 2 -in $who.csr -CA ca.pem -CAkey ca-key.pem -CAcreateserial -extfile ext -out $who.pem
 done
 mv client-key.pem key.pem; mv client.pem cert.pem
-"#;
+";
 
 #[tokio::test]
 async fn without_an_engine_it_says_where_it_looked() {
