@@ -97,7 +97,7 @@ impl OwnEngine {
             .spawn()
             .unwrap();
         let engine = Self { dir, keeper };
-        let until = Instant::now() + Duration::from_secs(120);
+        let until = Instant::now() + Duration::from_mins(2);
         while !engine.answers() {
             let log = std::fs::read_to_string(engine.dir.join("log")).unwrap_or_default();
             assert!(Instant::now() < until, "the engine does not start:\n{log}");
@@ -199,7 +199,7 @@ async fn containers(api: &Docker, pid: u32) -> Vec<ContainerSummary> {
 /// Waits until the engine has removed what a process ran. What that created and had no time to start stays for the next
 /// start.
 async fn gone(api: &Docker, pid: u32) {
-    let until = Instant::now() + Duration::from_secs(60);
+    let until = Instant::now() + Duration::from_mins(1);
     loop {
         let mut left = containers(api, pid).await;
         left.retain(|c| c.state != Some(ContainerSummaryStateEnum::CREATED));
@@ -303,7 +303,7 @@ async fn the_engines_filter_refuses_by_itself() {
         (clone, libc::EPERM),
         (status, 9),
     ] {
-        let until = Instant::now() + Duration::from_secs(60);
+        let until = Instant::now() + Duration::from_mins(1);
         let seen = 'ran: loop {
             assert!(Instant::now() < until, "no container runs {program}");
             for container in containers(&api, std::process::id()).await {
@@ -426,7 +426,7 @@ async fn killing_the_program_leaves_nothing() {
         .env("DRILLYARD_TEST_VICTIM", &mark)
         .spawn()
         .unwrap();
-    let until = Instant::now() + Duration::from_secs(60);
+    let until = Instant::now() + Duration::from_mins(1);
     while host_processes(&mark) < 6 {
         assert!(Instant::now() < until, "the sandboxes are not busy");
         tokio::time::sleep(Duration::from_millis(20)).await;
@@ -729,7 +729,7 @@ async fn an_engine_is_reached_over_tls() {
     drop(own);
 }
 
-const CERTIFICATES: &str = r#"
+const CERTIFICATES: &str = r"
 openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=ca -keyout ca-key.pem -out ca.pem \
   -addext basicConstraints=critical,CA:TRUE
 for who in server client; do
@@ -738,7 +738,7 @@ for who in server client; do
   openssl x509 -req -days 2 -in $who.csr -CA ca.pem -CAkey ca-key.pem -CAcreateserial -extfile ext -out $who.pem
 done
 mv client-key.pem key.pem; mv client.pem cert.pem
-"#;
+";
 
 #[tokio::test]
 async fn without_an_engine_it_says_where_it_looked() {

@@ -121,7 +121,9 @@ pub async fn prepare(
         .iter()
         .filter_map(|b| {
             // Files are replaced in the course of things, directories hardly ever.
-            let meta = fs_err::metadata(&b.host).ok().filter(|m| m.is_dir())?;
+            let meta = fs_err::metadata(&b.host)
+                .ok()
+                .filter(std::fs::Metadata::is_dir)?;
             Some(Witness {
                 inside: b.inside.clone(),
                 device: meta.dev(),

@@ -49,7 +49,7 @@ const OWNER: &str = "drillyard.owner";
 const HOST: &str = "drillyard.host";
 
 /// How long a container may take to be made, to be removed, and how long its end may take to be told.
-const MAKE: Duration = Duration::from_secs(60);
+const MAKE: Duration = Duration::from_mins(1);
 const REMOVE: Duration = Duration::from_secs(20);
 const TOLD: Duration = Duration::from_millis(500);
 
@@ -820,6 +820,7 @@ mod tests {
 
     #[test]
     fn only_what_nobody_can_use_is_left_over() {
+        use ContainerSummaryStateEnum::{CREATED, EXITED, RUNNING};
         let container = |owner: &str, host: &str, state| ContainerSummary {
             id: Some("id".into()),
             labels: Some(HashMap::from([
@@ -829,7 +830,6 @@ mod tests {
             state: Some(state),
             ..ContainerSummary::default()
         };
-        use ContainerSummaryStateEnum::{CREATED, EXITED, RUNNING};
         let (own, here) = (format!("{}-0", owner().unwrap()), here());
         for (owner, host, state, left) in [
             (own.as_str(), here.as_str(), RUNNING, false),
