@@ -6,7 +6,7 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::time::{Duration, Instant};
 
 use drillyard_sandbox_init::frame::put;
-use drillyard_sandbox_init::init::{Called, End, Reply, What};
+use drillyard_sandbox_init::init::{Called, End, Reply, Space, What};
 
 use crate::birth::TOOL_ID;
 use crate::filetools;
@@ -359,7 +359,7 @@ fn call(
                 .and_then(|d| sys::space(d.as_raw_fd()))
                 .ok()
         })
-        .min_by_key(|d| (d.free_bytes, d.free_files));
+        .max_by_key(Space::thousandths);
     let disk_full = disk
         .as_ref()
         .is_some_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);

@@ -158,6 +158,15 @@ pub struct Space {
     pub free_files: u64,
 }
 
+impl Space {
+    /// The share that is taken, of bytes or of files, whichever is larger.
+    pub fn thousandths(&self) -> u64 {
+        let taken = |free: u64, all: u64| (all.saturating_sub(free) * 1000).checked_div(all);
+        let bytes = taken(self.free_bytes, self.bytes);
+        bytes.max(taken(self.free_files, self.files)).unwrap_or(0)
+    }
+}
+
 /// What a call did.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Called {

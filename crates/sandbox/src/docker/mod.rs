@@ -704,6 +704,20 @@ fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport 
         },
         how,
     ));
+    rows.push(row(
+        "socket memory",
+        "with the memory".into(),
+        if found.cgroups == 2 {
+            Holds::Yes
+        } else {
+            Holds::No
+        },
+        if found.cgroups == 2 {
+            groups.clone()
+        } else {
+            "control groups of version 1 count what waits in sockets apart, and the engine's interface sets no limit for it".into()
+        },
+    ));
     let (holds, how) = by_group(granted(found.pids, limits.pids + 1, info.pids_limit));
     rows.push(row("processes", limits.pids.to_string(), holds, how));
     let (holds, how) = by_group(granted(

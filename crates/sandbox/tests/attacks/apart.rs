@@ -343,10 +343,11 @@ pub fn be_a_victim(mark: &str) -> ExitCode {
 pub async fn residue(yard: Arc<Yard>) -> Outcome {
     let probe = "ls -laR --time-style=+ /work /tmp /dev/shm | sed 's/total .*//'; ipcs -m -q -s; hostname; umask; ulimit -a; ls /proc/self/fd | wc -l; \
                  cat /proc/sys/kernel/pid_max /proc/sys/kernel/shmmax /proc/sys/kernel/shm_rmid_forced /proc/sys/fs/mqueue/msg_max /proc/self/cgroup /etc/passwd /proc/net/unix /proc/self/mountinfo /proc/self/oom_score_adj /proc/self/timerslack_ns 2>/dev/null; ls -A /proc/1/task | wc -l; pwd; env | sort | grep -v '^_='; true";
-    // Numbers of mounts and sockets differ from sandbox to sandbox.
+    // Numbers of mounts and sockets differ from sandbox to sandbox, and engines mount in any order.
     let stable = |said: String| -> String {
         let number = |w: &str| w.bytes().any(|b| b.is_ascii_digit());
-        said.lines()
+        let mut lines: Vec<String> = said
+            .lines()
             .map(|line| {
                 if line.contains(" - ") {
                     line.split(' ')
@@ -357,8 +358,9 @@ pub async fn residue(yard: Arc<Yard>) -> Outcome {
                     line.to_owned()
                 }
             })
-            .collect::<Vec<_>>()
-            .join("\n")
+            .collect();
+        lines.sort();
+        lines.join("\n")
     };
     let mut first = yard.sandbox().await;
     let mut other = yard.sandbox().await;

@@ -531,9 +531,11 @@ pub async fn odd(yard: Arc<Yard>) -> Outcome {
 pub async fn burden(yard: Arc<Yard>) -> Outcome {
     let pool = yard
         .pool_with(|c| {
-            c.limits.files = 60_000;
-            c.limits.disk_bytes = 128 * MIB;
-            c.limits.memory_bytes = 512 * MIB;
+            // Where each place has its share, /work gets what it has where they are one.
+            let share = if yard.is_local() { 1 } else { 2 };
+            c.limits.files = share * 60_000;
+            c.limits.disk_bytes = share * 128 * MIB;
+            c.limits.memory_bytes = share * 512 * MIB;
         })
         .await;
     for (what, code) in [

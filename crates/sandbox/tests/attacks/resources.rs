@@ -692,12 +692,17 @@ print(waiting)
     let held: u64 = text(&result.stdout).trim().parse().unwrap_or(0);
     assert!(held > 100_000 || result.oom_kills > 0, "{result:?}");
     yard.control("what had been left waiting was read at the end");
-    let outcome = if yard.enforced("memory") {
+    let row = if yard.is_local() {
+        "memory"
+    } else {
+        "socket memory"
+    };
+    let outcome = if yard.enforced(row) {
         assert!(held < limit, "{} MiB", held >> 20);
         Outcome::Holds
     } else {
-        assert!(yard.row("memory").how.contains("sockets"));
-        yard.said("memory")
+        assert!(yard.row(row).how.contains("sockets"));
+        yard.said(row)
     };
     assert_eq!(output(&mut sandbox, "echo fine").await, "fine");
     sandbox.close().await;
