@@ -78,6 +78,24 @@ pub struct Start {
     pub env: Vec<String>,
     /// False to do without control groups even where the host grants them (a probe of the weaker mode).
     pub cgroups: bool,
+    /// Host directory of a root file system: then each sandbox's root is its own copy on write of it, and of `binds`
+    /// only devices appear.
+    #[serde(default)]
+    pub rootfs: Option<String>,
+    /// Host directory that [`Lower`] names layers in.
+    #[serde(default)]
+    pub layers: Option<String>,
+}
+
+/// Read-only layers beneath a sandbox's files: directories below [`Start::layers`], the topmost first.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lower {
+    /// Beneath /work.
+    #[serde(default)]
+    pub work: Vec<String>,
+    /// Beneath the root, above the image's root file system.
+    #[serde(default)]
+    pub root: Vec<String>,
 }
 
 /// What the program asks of a started helper.
@@ -87,6 +105,9 @@ pub enum Order {
     Create {
         /// The program's name for it, never used twice.
         id: u64,
+        /// What lies beneath its files.
+        #[serde(default)]
+        lower: Lower,
     },
     /// Kill a sandbox and take away what it held.
     Destroy {

@@ -14,7 +14,7 @@ use crate::birth::{self, Sandbox};
 use crate::cgroup::{Controller, Driver};
 use crate::landlock;
 use crate::sys::{self, Failure};
-use crate::world::{self, Mode};
+use crate::world::{self, Mode, Store};
 
 const CONTROL: RawFd = 0;
 const PACKET: usize = 192 << 10;
@@ -52,11 +52,17 @@ pub fn run() -> ExitCode {
         }
         Ok((mode, sys::Cloned::Child)) => {
             let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
-            if let Err(failure) = world::build(&start) {
-                driver.remove_own(&start.owner);
-                return unable(&failure);
-            }
-            let limits = report(&start.limits, &driver, mode);
+            let built = world::seclude()
+                .and_then(|()| world::Store::open(&start))
+                .and_then(|store| world::build(&start).map(|()| store));
+            let store = match built {
+                Ok(store) => store,
+                Err(failure) => {
+                    driver.remove_own(&start.owner);
+                    return unable(&failure);
+                }
+            };
+            let limits = report(&start.limits, &driver, mode, start.rootfs.is_some());
             let started = Event::Started {
                 limits,
                 mode: match mode {
@@ -73,6 +79,7 @@ pub fn run() -> ExitCode {
                 filter,
                 driver,
                 mode,
+                store,
                 live: BTreeMap::new(),
                 doomed: Vec::new(),
             }
@@ -86,6 +93,7 @@ struct Yard {
     filter: Vec<u8>,
     driver: Driver,
     mode: Mode,
+    store: Option<Store>,
     /// By the pid of their PID 1.
     live: BTreeMap<i32, Sandbox>,
     /// Ended, but their control group was still busy.
@@ -129,8 +137,13 @@ impl Yard {
 
     fn obey(&mut self, order: &Order) -> std::io::Result<()> {
         match *order {
-            Order::Create { id } => {
-                match birth::make(id, &self.start, &self.filter, &self.driver, self.mode) {
+            Order::Create { id, ref lower } => {
+                let made = birth::lower(id, &self.start, lower, self.store.as_ref(), self.mode)
+                    .and_then(|trees| {
+                        let (start, filter) = (&self.start, &self.filter);
+                        birth::make(id, start, filter, &self.driver, self.mode, trees)
+                    });
+                match made {
                     Ok((sandbox, socket)) => {
                         self.live.insert(sandbox.pid, sandbox);
                         tell(&Event::Created { id }, Some(socket.as_raw_fd()))
@@ -243,7 +256,7 @@ fn unable(failure: &Failure) -> ExitCode {
     ExitCode::from(30)
 }
 
-fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
+fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, rootfs: bool) -> Vec<LimitRow> {
     let row = |limit: &str, value: String, holds: Holds, how: String| LimitRow {
         limit: limit.into(),
         value,
@@ -314,7 +327,12 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
         "read inside with a cap; the call is killed beyond it".into(),
     ));
     let landlock = landlock::version();
-    rows.push(row(
+    rows.push(if rootfs { row(
+        "files",
+        "of the host: none".into(),
+        Holds::Yes,
+        format!("a root of their own, each sandbox's a copy on write of the image (overlay, size as of disk); Landlock version {landlock}"),
+    ) } else { row(
         "files",
         "of the host: read only, by an allow-list".into(),
         Holds::Yes,
@@ -323,7 +341,7 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode) -> Vec<LimitRow> {
         } else {
             format!("a root of their own, read-only mounts, Landlock version {landlock}")
         },
-    ));
+    ) });
     rows.push(row(
         "network",
         "none".into(),

@@ -8,7 +8,7 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{Reply, Request};
 
 use crate::cgroup::Meter;
-use crate::scan::Index;
+use crate::scan::{Area, Index};
 use crate::{calls, scan, sys};
 
 /// Most bytes a request carries beside its head: set-up files, a snapshot, a file to write.
@@ -24,6 +24,8 @@ pub struct Inside<'a> {
     /// What tools may write, where the kernel can be told.
     pub rules: Option<OwnedFd>,
     pub start: &'a Start,
+    /// Where files can be written.
+    pub areas: Vec<Area>,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,
 }
@@ -44,7 +46,7 @@ pub fn serve(inside: &Inside<'_>) -> ! {
 }
 
 fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
-    let mut index = Index::default();
+    let mut index = Index::new(&inside.areas);
     index.look();
     frame::write(&mut socket, &Reply::Ready, &[])?;
     while let Some((request, body)) = frame::read::<Request>(&mut socket, MAX_BODY)? {
@@ -54,7 +56,11 @@ fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
                 calls::run(inside, &mut index, &what, &body, timeout_us, &mut out)
             }
             Request::Unpack { entries, remove } => {
-                match scan::unpack(&entries, &remove, &body, inside.own_id) {
+                let owner = scan::Owner {
+                    own_id: inside.own_id,
+                    whole_root: inside.start.rootfs.is_some(),
+                };
+                match scan::unpack(&entries, &remove, &body, owner) {
                     Ok(()) => {
                         index.look();
                         Reply::Done
@@ -62,8 +68,8 @@ fn talk(inside: &Inside<'_>, mut socket: File) -> std::io::Result<()> {
                     Err(message) => Reply::Refused { message },
                 }
             }
-            Request::Pack { max_bytes } => match scan::pack(max_bytes, &mut out) {
-                Ok(entries) => Reply::Packed { entries },
+            Request::Pack { max_bytes, delta } => match index.pack(max_bytes, delta, &mut out) {
+                Ok((entries, removed)) => Reply::Packed { entries, removed },
                 Err(message) => Reply::Refused { message },
             },
         };

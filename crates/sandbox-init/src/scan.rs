@@ -1,11 +1,13 @@
 //! The files of a sandbox: what changed since the last look, copying all of them out, and writing them back.
 //!
-//! Runs while no tool is alive, walks by descriptors and follows no link.
+//! Runs while no tool is alive, walks by descriptors and follows no link. Where read-only layers lie beneath, only what
+//! was written above them is walked: the layers' own files are looked at one by one, where something covers them.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::rc::Rc;
 
 use drillyard_sandbox_init::frame::put;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Changed, Entry, Kind};
@@ -13,12 +15,6 @@ use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Changed, Entry, Kind};
 use crate::birth::TOOL_ID;
 use crate::sys;
 
-/// Where files can be written, and what their paths are called.
-const ROOTS: [(&CStr, &str); 3] = [
-    (c"/work", ""),
-    (c"/tmp", "/tmp/"),
-    (c"/dev/shm", "/dev/shm/"),
-];
 /// Deeper directories are not looked into.
 const MAX_DEPTH: usize = 100;
 /// More files are not looked at.
@@ -30,8 +26,43 @@ const MAX_HASHED: u64 = 256 << 20;
 const ALWAYS_HASHED: u64 = 1 << 20;
 /// A file changed so shortly before a look may change again without its times telling.
 const RACY_NS: i64 = 20_000_000;
+/// Where more files of the layers are hidden at once (`rm -rf /usr`), only the first of them are listed; the directory
+/// they were in always is.
+const MAX_HIDDEN: usize = 10_000;
+/// Bytes of the layers' files hashed a look, to tell what a changed file was before.
+const MAX_BEFORE: u64 = 64 << 20;
+/// Of the root's own files: mount points, and the tools put there from outside.
+const NOT_OF_THE_ROOT: [&[u8]; 5] = [b"/dev", b"/proc", b"/work", b"/tmp", b"/opt/drillyard"];
 
 type Hash = [u8; 32];
+
+/// A place where files can be written.
+pub struct Area {
+    /// Where tools see it.
+    root: &'static CStr,
+    /// What paths of its files begin with.
+    prefix: &'static str,
+    /// What it is made of, where layers lie beneath.
+    overlay: Option<Overlay>,
+}
+
+impl Area {
+    pub const fn new(root: &'static CStr, prefix: &'static str, overlay: Option<Overlay>) -> Self {
+        Self {
+            root,
+            prefix,
+            overlay,
+        }
+    }
+}
+
+/// The two sides of an overlay, as directories.
+pub struct Overlay {
+    /// What was written.
+    pub upper: OwnedFd,
+    /// What the layers show together.
+    pub lower: OwnedFd,
+}
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Node {
@@ -45,43 +76,127 @@ struct Node {
     racy: bool,
 }
 
+impl Node {
+    fn of(stat: &libc::stat, now: i64) -> Self {
+        let kind = kind_of(stat.st_mode);
+        let ctime_ns = stat.st_ctime * 1_000_000_000 + stat.st_ctime_nsec;
+        Self {
+            kind,
+            mode: stat.st_mode & 0o7777,
+            size: if kind == Kind::File {
+                stat.st_size as u64
+            } else {
+                0
+            },
+            hash: None,
+            inode: stat.st_ino,
+            mtime_ns: stat.st_mtime * 1_000_000_000 + stat.st_mtime_nsec,
+            ctime_ns,
+            racy: now - ctime_ns < RACY_NS,
+        }
+    }
+
+    /// Whether two have the same content, as far as can be told.
+    fn same(&self, other: &Self) -> bool {
+        self.kind == other.kind
+            && self.mode == other.mode
+            && self.hash == other.hash
+            && (other.hash.is_some() || other.kind != Kind::File)
+    }
+}
+
+type Nodes = BTreeMap<Vec<u8>, Node>;
+
 /// What the files were at the last look.
-#[derive(Default)]
-pub struct Index {
-    nodes: BTreeMap<Vec<u8>, Node>,
+pub struct Index<'a> {
+    areas: &'a [Area],
+    /// What is there; of an overlay, what was written.
+    nodes: Nodes,
+    /// What the layers have where something was written.
+    under: Nodes,
+    /// What the layers have and nobody sees.
+    gone: Nodes,
+    /// Names that hide something, with what it is: it never changes and may be much.
+    hidden: BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
     /// Some files were out of reach: too many, too deep, too large.
     incomplete: bool,
 }
 
-impl Index {
+/// What one look found.
+#[derive(Default)]
+struct Found {
+    nodes: Vec<(Vec<u8>, Node)>,
+    under: Nodes,
+    gone: Nodes,
+    hidden: BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    /// Whiteouts and opaque directories that hide something.
+    removed: Vec<Vec<u8>>,
+    incomplete: bool,
+}
+
+impl<'a> Index<'a> {
+    pub const fn new(areas: &'a [Area]) -> Self {
+        Self {
+            areas,
+            nodes: BTreeMap::new(),
+            under: BTreeMap::new(),
+            gone: BTreeMap::new(),
+            hidden: BTreeMap::new(),
+            incomplete: false,
+        }
+    }
+
+    fn take(&mut self) -> Self {
+        std::mem::replace(self, Self::new(self.areas))
+    }
+
     /// Takes the files as they are now for the state to compare with.
     pub fn look(&mut self) {
-        let old = std::mem::take(self);
+        let old = self.take();
         *self = old.again();
     }
 
     /// Looks again and tells what changed, contents appended to `out`; the second is true where the changes are not
     /// enough to restore the state.
     pub fn changes(&mut self, out: &mut Vec<u8>) -> (Vec<Changed>, bool) {
-        let old = std::mem::take(self);
+        let old = self.take();
         let new = old.again();
         let mut lost = new.incomplete || old.incomplete;
         let mut room = CONTENT_BYTES;
+        let mut before_budget = MAX_BEFORE;
         let mut changes = Vec::new();
-        for (path, node) in &new.nodes {
-            let before = old.nodes.get(path);
-            if before.is_some_and(|b| {
-                b.kind == node.kind
-                    && b.mode == node.mode
-                    && b.hash == node.hash
-                    && (node.hash.is_some() || node.kind != Kind::File)
-            }) {
+        // Where nothing is written any more but was, the layer's file shows again.
+        let uncovered = old
+            .nodes
+            .keys()
+            .filter_map(|path| Some((path, old.under.get(path)?)))
+            .chain(&old.gone)
+            .filter(|(path, _)| !new.nodes.contains_key(*path) && !new.gone.contains_key(*path));
+        let now = new.nodes.iter().chain(uncovered);
+        for (path, node) in now {
+            let mut of_layer = |node: &Node| Node {
+                hash: node
+                    .hash
+                    .or_else(|| new.hash_under(path, node, &mut before_budget)),
+                ..node.clone()
+            };
+            let before = match old.nodes.get(path) {
+                Some(before) => Some(before.clone()),
+                None if old.gone.contains_key(path) => None,
+                None => new.under.get(path).map(&mut of_layer),
+            };
+            let node = if new.nodes.contains_key(path) {
+                node.clone()
+            } else {
+                of_layer(node)
+            };
+            if before.as_ref().is_some_and(|b| b.same(&node)) {
                 continue;
             }
             let name = text(path, &mut lost);
             let content = match node.kind {
-                Kind::File if node.size <= room => content(path, node.size),
-                Kind::Link => target(path),
+                Kind::File if node.size <= room => content(self.areas, path, node.size),
+                Kind::Link => target(self.areas, path),
                 _ => None,
             };
             lost |= match node.kind {
@@ -108,42 +223,89 @@ impl Index {
                 content: span,
             });
         }
-        for (path, node) in &old.nodes {
-            if !new.nodes.contains_key(path) {
-                changes.push(Changed {
-                    path: text(path, &mut lost),
-                    change: Change::Deleted,
-                    kind: node.kind,
-                    mode: node.mode,
-                    before: node.hash.map(hex),
-                    after: None,
-                    size: 0,
-                    content: None,
-                });
-            }
+        let vanished = old.nodes.iter().filter(|(path, _)| {
+            !new.nodes.contains_key(*path)
+                && (new.gone.contains_key(*path) || !old.under.contains_key(*path))
+        });
+        let hidden = new
+            .gone
+            .iter()
+            .filter(|(path, _)| !old.nodes.contains_key(*path) && !old.gone.contains_key(*path));
+        for (path, node) in vanished.chain(hidden) {
+            let hash = node
+                .hash
+                .or_else(|| new.hash_under(path, node, &mut before_budget));
+            changes.push(Changed {
+                path: text(path, &mut lost),
+                change: Change::Deleted,
+                kind: node.kind,
+                mode: node.mode,
+                before: hash.map(hex),
+                after: None,
+                size: 0,
+                content: None,
+            });
         }
         changes.sort_by(|a, b| a.path.cmp(&b.path));
         *self = new;
         (changes, lost)
     }
 
-    /// The state now; hashes of untouched files are taken over.
-    fn again(&self) -> Self {
-        let mut found = Vec::new();
-        let mut incomplete = false;
-        for (root, name) in ROOTS {
-            match open_dir(libc::AT_FDCWD, root) {
-                Ok(dir) => walk(&dir, name.as_bytes(), 0, &mut found, &mut incomplete),
-                Err(_) => incomplete = true,
+    /// The hash of a layer's file, if the budget allows.
+    fn hash_under(&self, path: &[u8], node: &Node, budget: &mut u64) -> Option<Hash> {
+        if node.kind == Kind::Dir || node.size > *budget {
+            return None;
+        }
+        let (area, rest) = area_of(self.areas, path);
+        let (dir, name) = descend(&area.overlay.as_ref()?.lower, rest).ok()?;
+        if node.kind == Kind::Link {
+            let target = sys::readlink_at(dir.as_raw_fd(), &name).ok()?;
+            return Some(*blake3::hash(&target).as_bytes());
+        }
+        *budget -= node.size;
+        hash_file(&open_file(&dir, &name).ok()?)
+    }
+
+    fn find(&self) -> Found {
+        let mut found = Found::default();
+        for area in self.areas {
+            if let Some(overlay) = &area.overlay {
+                let sides = Sides {
+                    upper: &overlay.upper,
+                    lower: Some(&overlay.lower),
+                    opaque: false,
+                };
+                walk_over(&sides, area.prefix.as_bytes(), 0, &self.hidden, &mut found);
+                continue;
+            }
+            match open_dir(libc::AT_FDCWD, area.root) {
+                Ok(dir) => walk(
+                    &dir,
+                    area.prefix.as_bytes(),
+                    0,
+                    &mut found.nodes,
+                    &mut found.incomplete,
+                ),
+                Err(_) => found.incomplete = true,
             }
         }
+        found
+    }
+
+    /// The state now; hashes of untouched files are taken over.
+    fn again(&self) -> Self {
+        let found = self.find();
+        let mut incomplete = found.incomplete;
         let total: u64 = found
+            .nodes
             .iter()
             .filter(|(_, n)| n.kind == Kind::File)
             .fold(0, |sum, (_, n)| sum.saturating_add(n.size));
         let mut budget = MAX_HASHED;
+        let mut under_budget = MAX_HASHED;
         let mut nodes = BTreeMap::new();
-        for (path, mut node) in found {
+        let mut under = found.under;
+        for (path, mut node) in found.nodes {
             if node.kind == Kind::File {
                 let known = self.nodes.get(&path).filter(|b| {
                     total > ALWAYS_HASHED
@@ -156,66 +318,294 @@ impl Index {
                 });
                 if let Some(known) = known {
                     node.hash = known.hash;
-                } else if node.size <= budget {
-                    node.hash = hash_file(&path, node.size);
-                    budget -= node.size;
+                } else {
+                    node.hash = hash_within(self.areas, &path, node.size, &mut budget);
                 }
                 incomplete |= node.hash.is_none();
             } else if node.kind == Kind::Link {
-                node.hash = target(&path).map(|t| *blake3::hash(&t).as_bytes());
+                node.hash = target(self.areas, &path).map(|t| *blake3::hash(&t).as_bytes());
+            }
+            // Copied up, but not changed.
+            if let Some(below) = under.get_mut(&path) {
+                if let Some(known) = self.under.get(&path) {
+                    below.hash = known.hash;
+                }
+                let alike =
+                    below.kind == node.kind && below.mode == node.mode && below.size == node.size;
+                if alike && below.hash.is_none() && below.kind != Kind::Dir {
+                    below.hash = self.hash_under(&path, below, &mut under_budget);
+                }
+                if alike && below.same(&node) {
+                    under.remove(&path);
+                    continue;
+                }
             }
             nodes.insert(path, node);
         }
-        Self { nodes, incomplete }
+        Self {
+            areas: self.areas,
+            nodes,
+            under,
+            gone: found.gone,
+            hidden: found.hidden,
+            incomplete,
+        }
+    }
+
+    /// Every file with its content, appended to `out`; of the root, and with `delta` of /work too, only what differs from
+    /// the layers beneath, and what of them is hidden.
+    pub fn pack(
+        &self,
+        max_bytes: u64,
+        delta: bool,
+        out: &mut Vec<u8>,
+    ) -> Result<(Vec<Entry>, Vec<String>), String> {
+        let mut found = Found::default();
+        for area in self.areas {
+            let prefix = area.prefix.as_bytes();
+            match &area.overlay {
+                Some(overlay) if delta || area.prefix == "/" => {
+                    let sides = Sides {
+                        upper: &overlay.upper,
+                        lower: Some(&overlay.lower),
+                        opaque: false,
+                    };
+                    walk_over(&sides, prefix, 0, &self.hidden, &mut found);
+                }
+                _ => {
+                    let dir = open_dir(libc::AT_FDCWD, area.root)
+                        .map_err(|e| format!("{}: {e}", area.root.to_string_lossy()))?;
+                    walk(&dir, prefix, 0, &mut found.nodes, &mut found.incomplete);
+                }
+            }
+        }
+        if found.incomplete {
+            return Err(format!(
+                "more than {MAX_FILES} files or deeper than {MAX_DEPTH} directories"
+            ));
+        }
+        found.nodes.sort_by(|a, b| a.0.cmp(&b.0));
+        let plain = |path: &[u8]| {
+            let mut odd = false;
+            let name = text(path, &mut odd);
+            if odd {
+                return Err(format!("{name:?}: the name is not UTF-8"));
+            }
+            Ok(name)
+        };
+        let mut entries = Vec::new();
+        let mut left = max_bytes;
+        for (path, node) in found.nodes {
+            let name = plain(&path)?;
+            let bytes = match node.kind {
+                Kind::File => {
+                    if node.size > left {
+                        return Err(format!(
+                            "{name}: files are larger than {max_bytes} bytes together"
+                        ));
+                    }
+                    left -= node.size;
+                    content(self.areas, &path, node.size)
+                        .ok_or_else(|| format!("{name}: cannot be read"))?
+                }
+                Kind::Link => {
+                    target(self.areas, &path).ok_or_else(|| format!("{name}: cannot be read"))?
+                }
+                Kind::Dir => Vec::new(),
+                Kind::Other => continue,
+            };
+            entries.push(Entry {
+                path: name,
+                kind: node.kind,
+                mode: node.mode,
+                mtime_ns: Some(node.mtime_ns),
+                content: put(out, &bytes),
+            });
+        }
+        found.removed.sort();
+        let removed = found
+            .removed
+            .iter()
+            .map(|path| plain(path))
+            .collect::<Result<_, _>>()?;
+        Ok((entries, removed))
     }
 }
 
-/// Every file with its content, appended to `out`.
-pub fn pack(max_bytes: u64, out: &mut Vec<u8>) -> Result<Vec<Entry>, String> {
-    let mut found = Vec::new();
-    let mut incomplete = false;
-    for (root, name) in ROOTS {
-        let dir = open_dir(libc::AT_FDCWD, root)
-            .map_err(|e| format!("{}: {e}", root.to_string_lossy()))?;
-        walk(&dir, name.as_bytes(), 0, &mut found, &mut incomplete);
-    }
-    if incomplete {
-        return Err(format!(
-            "more than {MAX_FILES} files or deeper than {MAX_DEPTH} directories"
-        ));
-    }
-    found.sort_by(|a, b| a.0.cmp(&b.0));
-    let mut entries = Vec::new();
-    let mut left = max_bytes;
-    for (path, node) in found {
-        let mut odd = false;
-        let name = text(&path, &mut odd);
-        if odd {
-            return Err(format!("{name:?}: the name is not UTF-8"));
+/// A directory of an overlay while it is walked.
+struct Sides<'a> {
+    upper: &'a OwnedFd,
+    /// The layers' directory of the same name, if they have one.
+    lower: Option<&'a OwnedFd>,
+    /// Nothing of the layers shows through.
+    opaque: bool,
+}
+
+/// The mark the kernel leaves where a file of the layers was deleted.
+fn is_whiteout(stat: &libc::stat) -> bool {
+    stat.st_mode & libc::S_IFMT == libc::S_IFCHR && stat.st_rdev == 0
+}
+
+fn walk_over(
+    sides: &Sides<'_>,
+    prefix: &[u8],
+    depth: usize,
+    known: &BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    found: &mut Found,
+) {
+    let Ok(names) = sys::names(sides.upper) else {
+        found.incomplete = true;
+        return;
+    };
+    let now = now_ns();
+    let mut seen = BTreeSet::new();
+    for name in names {
+        if found.nodes.len() >= MAX_FILES {
+            found.incomplete = true;
+            return;
         }
-        let bytes = match node.kind {
-            Kind::File => {
-                if node.size > left {
-                    return Err(format!(
-                        "{name}: files are larger than {max_bytes} bytes together"
-                    ));
-                }
-                left -= node.size;
-                content(&path, node.size).ok_or_else(|| format!("{name}: cannot be read"))?
-            }
-            Kind::Link => target(&path).ok_or_else(|| format!("{name}: cannot be read"))?,
-            Kind::Dir => Vec::new(),
-            Kind::Other => continue,
+        let path = [prefix, name.as_bytes()].concat();
+        if prefix.first() == Some(&b'/') && NOT_OF_THE_ROOT.contains(&path.as_slice()) {
+            continue;
+        }
+        let Ok(stat) = sys::stat_at(sides.upper.as_raw_fd(), &name) else {
+            found.incomplete = true;
+            continue;
         };
-        entries.push(Entry {
-            path: name,
-            kind: node.kind,
-            mode: node.mode,
-            mtime_ns: Some(node.mtime_ns),
-            content: put(out, &bytes),
-        });
+        let below = sides.lower.and_then(|lower| below(lower, &name, now));
+        if sides.opaque {
+            seen.insert(name.clone());
+        }
+        if is_whiteout(&stat) {
+            if let (Some(below), Some(lower)) = (below, sides.lower) {
+                if !sides.opaque {
+                    found.removed.push(path.clone());
+                }
+                hide(lower, &name, path, below, known, found);
+            }
+            continue;
+        }
+        let node = Node::of(&stat, now);
+        let is_dir = node.kind == Kind::Dir;
+        let was_dir = below.as_ref().is_some_and(|b| b.kind == Kind::Dir);
+        if was_dir
+            && !is_dir
+            && let Some(lower) = sides.lower
+        {
+            hide_below(lower, &name, &path, known, found);
+        }
+        if let Some(below) = below {
+            found.under.insert(path.clone(), below);
+        }
+        found.nodes.push((path.clone(), node));
+        if !is_dir {
+            continue;
+        }
+        let Some(Ok(upper)) = (depth < MAX_DEPTH).then(|| open_dir(sides.upper.as_raw_fd(), &name))
+        else {
+            found.incomplete = true;
+            continue;
+        };
+        let opaque =
+            sys::attribute(upper.as_raw_fd(), c"user.overlay.opaque").is_some_and(|v| v == b"y");
+        let lower = sides
+            .lower
+            .filter(|_| was_dir)
+            .and_then(|lower| open_dir(lower.as_raw_fd(), &name).ok());
+        if opaque && !sides.opaque && lower.is_some() {
+            found.removed.push(path.clone());
+        }
+        let inner = Sides {
+            upper: &upper,
+            lower: lower.as_ref(),
+            opaque: opaque || sides.opaque,
+        };
+        walk_over(
+            &inner,
+            &[&path, &b"/"[..]].concat(),
+            depth + 1,
+            known,
+            found,
+        );
     }
-    Ok(entries)
+    if let (true, Some(lower)) = (sides.opaque, sides.lower) {
+        for name in sys::names(lower).unwrap_or_default() {
+            if !seen.contains(&name)
+                && let Some(below) = below(lower, &name, now)
+            {
+                let path = [prefix, name.as_bytes()].concat();
+                hide(lower, &name, path, below, known, found);
+            }
+        }
+    }
+}
+
+/// What the layers have under a name.
+fn below(lower: &OwnedFd, name: &CStr, now: i64) -> Option<Node> {
+    let stat = sys::stat_at(lower.as_raw_fd(), name).ok()?;
+    (!is_whiteout(&stat)).then(|| Node::of(&stat, now))
+}
+
+/// Notes that a file of the layers, with all it holds, is not seen.
+fn hide(
+    lower: &OwnedFd,
+    name: &CStr,
+    path: Vec<u8>,
+    node: Node,
+    known: &BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    found: &mut Found,
+) {
+    if node.kind == Kind::Dir {
+        hide_below(lower, name, &path, known, found);
+    }
+    found.gone.insert(path, node);
+}
+
+fn hide_below(
+    lower: &OwnedFd,
+    name: &CStr,
+    path: &[u8],
+    known: &BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    found: &mut Found,
+) {
+    let list = known.get(path).map_or_else(
+        || {
+            let mut list = Vec::new();
+            if let Ok(dir) = open_dir(lower.as_raw_fd(), name) {
+                gather(&dir, &[path, b"/"].concat(), 0, &mut list);
+            }
+            Rc::new(list)
+        },
+        Rc::clone,
+    );
+    found.gone.extend(list.iter().cloned());
+    found.hidden.insert(path.to_vec(), list);
+}
+
+fn gather(dir: &OwnedFd, prefix: &[u8], depth: usize, list: &mut Vec<(Vec<u8>, Node)>) {
+    for name in sys::names(dir).unwrap_or_default() {
+        if list.len() >= MAX_HIDDEN || depth > MAX_DEPTH {
+            return;
+        }
+        let Some(node) = below(dir, &name, 0) else {
+            continue;
+        };
+        let path = [prefix, name.as_bytes()].concat();
+        let sub = (node.kind == Kind::Dir).then(|| open_dir(dir.as_raw_fd(), &name));
+        list.push((path.clone(), node));
+        if let Some(Ok(sub)) = sub {
+            gather(&sub, &[&path, &b"/"[..]].concat(), depth + 1, list);
+        }
+    }
+}
+
+/// Whose files are written, and where they may lie.
+#[derive(Clone, Copy)]
+pub struct Owner {
+    /// The id of PID 1.
+    pub own_id: u32,
+    /// The whole root can be written, not only /work, /tmp and /dev/shm.
+    pub whole_root: bool,
 }
 
 /// Removes what is to be removed, then writes the given files, owned by the tools' user.
@@ -223,10 +613,10 @@ pub fn unpack(
     entries: &[Entry],
     remove: &[String],
     body: &[u8],
-    own_id: u32,
+    owner: Owner,
 ) -> Result<(), String> {
     for path in remove {
-        let (dir, name) = match parent(path, false, own_id) {
+        let (dir, name) = match parent(path, false, owner) {
             Ok(found) => found,
             Err(e) if e.kind() == io::ErrorKind::NotFound => continue,
             Err(e) => return Err(format!("{path}: {e}")),
@@ -238,12 +628,12 @@ pub fn unpack(
             .content
             .of(body)
             .ok_or_else(|| format!("{}: content lies outside the message", entry.path))?;
-        write(entry, bytes, own_id).map_err(|e| format!("{}: {e}", entry.path))?;
+        write(entry, bytes, owner).map_err(|e| format!("{}: {e}", entry.path))?;
     }
     // Directories last and from the bottom: what is written into them moves their times.
     for entry in entries.iter().rev() {
         if let (Kind::Dir, Some(time)) = (entry.kind, entry.mtime_ns)
-            && let Ok((dir, name)) = parent(&entry.path, false, own_id)
+            && let Ok((dir, name)) = parent(&entry.path, false, owner)
         {
             let _ = sys::set_mtime_at(dir.as_raw_fd(), &name, time);
         }
@@ -251,8 +641,9 @@ pub fn unpack(
     Ok(())
 }
 
-fn write(entry: &Entry, bytes: &[u8], own_id: u32) -> io::Result<()> {
-    let (dir, name) = parent(&entry.path, true, own_id)?;
+fn write(entry: &Entry, bytes: &[u8], owner: Owner) -> io::Result<()> {
+    let (dir, name) = parent(&entry.path, true, owner)?;
+    let own_id = owner.own_id;
     let at = dir.as_raw_fd();
     let there = sys::stat_at(at, &name).ok().map(|s| kind_of(s.st_mode));
     match entry.kind {
@@ -296,7 +687,7 @@ fn give(dir: RawFd, name: &CStr, own_id: u32) -> io::Result<()> {
 }
 
 /// Opens the directory that holds a path, following no link, and gives the path's last name.
-fn parent(path: &str, make: bool, own_id: u32) -> io::Result<(OwnedFd, CString)> {
+fn parent(path: &str, make: bool, owner: Owner) -> io::Result<(OwnedFd, CString)> {
     let invalid = || {
         io::Error::new(
             io::ErrorKind::InvalidInput,
@@ -313,8 +704,16 @@ fn parent(path: &str, make: bool, own_id: u32) -> io::Result<(OwnedFd, CString)>
         (c"/tmp", rest)
     } else if let Some(rest) = under("/dev/shm") {
         (c"/dev/shm", rest)
-    } else if path.starts_with('/') {
-        return Err(invalid());
+    } else if let Some(rest) = path.strip_prefix('/') {
+        let foreign = |p: &&[u8]| {
+            path.as_bytes()
+                .strip_prefix(*p)
+                .is_some_and(|rest| matches!(rest.first(), None | Some(b'/')))
+        };
+        if !owner.whole_root || NOT_OF_THE_ROOT.iter().any(|p| foreign(&p)) {
+            return Err(invalid());
+        }
+        (c"/", rest)
     } else {
         (c"/work", path)
     };
@@ -334,7 +733,7 @@ fn parent(path: &str, make: bool, own_id: u32) -> io::Result<(OwnedFd, CString)>
             Err(e) if make && e.raw_os_error() == Some(libc::ENOENT) => {
                 sys::mkdir_at(dir.as_raw_fd(), &part, 0o755)?;
                 let next = open_dir(dir.as_raw_fd(), &part)?;
-                give(next.as_raw_fd(), c"", own_id)?;
+                give(next.as_raw_fd(), c"", owner.own_id)?;
                 next
             }
             Err(e) => return Err(e),
@@ -352,11 +751,25 @@ fn open_dir(at: RawFd, name: &CStr) -> io::Result<OwnedFd> {
     )
 }
 
+/// The area a path lies in, and the rest of the path in it.
+fn area_of<'a, 'p>(areas: &'a [Area], path: &'p [u8]) -> (&'a Area, &'p [u8]) {
+    let in_area = |area: &'a Area| Some((area, path.strip_prefix(area.prefix.as_bytes())?));
+    areas
+        .iter()
+        .filter_map(in_area)
+        .max_by_key(|(area, _)| area.prefix.len())
+        .unwrap_or((&areas[0], path))
+}
+
 /// Opens a file of the index's by its name in it.
-fn open(path: &[u8]) -> io::Result<OwnedFd> {
-    let (dir, name) = locate(path)?;
+fn open(areas: &[Area], path: &[u8]) -> io::Result<OwnedFd> {
+    let (dir, name) = locate(areas, path)?;
+    open_file(&dir, &name)
+}
+
+fn open_file(dir: &OwnedFd, name: &CStr) -> io::Result<OwnedFd> {
     let flags = libc::O_RDONLY | libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
-    let file = sys::openat(dir.as_raw_fd(), &name, flags, 0)?;
+    let file = sys::openat(dir.as_raw_fd(), name, flags, 0)?;
     if kind_of(sys::fstat(file.as_raw_fd())?.st_mode) != Kind::File {
         return Err(io::Error::from_raw_os_error(libc::EINVAL));
     }
@@ -364,14 +777,14 @@ fn open(path: &[u8]) -> io::Result<OwnedFd> {
 }
 
 /// The directory and last name of a file of the index's; paths as bytes, since names may be anything.
-fn locate(path: &[u8]) -> io::Result<(OwnedFd, CString)> {
-    let (root, rest) = ROOTS
-        .iter()
-        .skip(1)
-        .find_map(|(root, prefix)| Some((*root, path.strip_prefix(prefix.as_bytes())?)))
-        .unwrap_or((ROOTS[0].0, path));
-    let mut dir = open_dir(libc::AT_FDCWD, root)?;
-    let mut parts = rest.split(|b| *b == b'/').peekable();
+fn locate(areas: &[Area], path: &[u8]) -> io::Result<(OwnedFd, CString)> {
+    let (area, rest) = area_of(areas, path);
+    descend(&open_dir(libc::AT_FDCWD, area.root)?, rest)
+}
+
+fn descend(root: &OwnedFd, path: &[u8]) -> io::Result<(OwnedFd, CString)> {
+    let mut dir = root.try_clone()?;
+    let mut parts = path.split(|b| *b == b'/').peekable();
     while let Some(part) = parts.next() {
         let part = sys::c(part)?;
         if parts.peek().is_none() {
@@ -382,8 +795,8 @@ fn locate(path: &[u8]) -> io::Result<(OwnedFd, CString)> {
     Err(io::Error::from_raw_os_error(libc::ENOENT))
 }
 
-fn content(path: &[u8], size: u64) -> Option<Vec<u8>> {
-    let file = open(path).ok()?;
+fn content(areas: &[Area], path: &[u8], size: u64) -> Option<Vec<u8>> {
+    let file = open(areas, path).ok()?;
     let size = usize::try_from(size).ok()?;
     let mut bytes = vec![0; size];
     let mut got = 0;
@@ -398,10 +811,24 @@ fn content(path: &[u8], size: u64) -> Option<Vec<u8>> {
     Some(bytes)
 }
 
-fn hash_file(path: &[u8], size: u64) -> Option<Hash> {
-    let file = open(path).ok()?;
+/// A file's hash, if the budget allows. Of a file that is large only by its holes, the hash of its extents.
+fn hash_within(areas: &[Area], path: &[u8], size: u64, budget: &mut u64) -> Option<Hash> {
+    let file = open(areas, path).ok()?;
+    if size <= *budget {
+        *budget -= size;
+        return hash_file(&file);
+    }
+    let held = sys::fstat(file.as_raw_fd()).ok()?.st_blocks as u64 * 512;
+    if held > *budget {
+        return None;
+    }
+    *budget -= held;
+    hash_extents(&file, size)
+}
+
+fn hash_file(file: &OwnedFd) -> Option<Hash> {
     let mut hasher = blake3::Hasher::new();
-    let mut buffer = vec![0; (64 << 10).min(usize::try_from(size).ok()?).max(1)];
+    let mut buffer = vec![0; 64 << 10];
     loop {
         match sys::read(file.as_raw_fd(), &mut buffer) {
             Ok(0) => return Some(*hasher.finalize().as_bytes()),
@@ -413,8 +840,33 @@ fn hash_file(path: &[u8], size: u64) -> Option<Hash> {
     }
 }
 
-fn target(path: &[u8]) -> Option<Vec<u8>> {
-    let (dir, name) = locate(path).ok()?;
+/// Over the size, and place and bytes of each piece of data: a hole of a petabyte costs nothing.
+fn hash_extents(file: &OwnedFd, size: u64) -> Option<Hash> {
+    let fd = file.as_raw_fd();
+    let mut hasher = blake3::Hasher::new_derive_key("drillyard extents of a sparse file");
+    hasher.update(&size.to_le_bytes());
+    let mut buffer = vec![0; 64 << 10];
+    let mut at = 0;
+    while let Some(start) = sys::seek(fd, at, libc::SEEK_DATA) {
+        let end = sys::seek(fd, start, libc::SEEK_HOLE)?;
+        hasher.update(&start.to_le_bytes());
+        hasher.update(&end.to_le_bytes());
+        at = start;
+        while at < end {
+            let want = buffer.len().min(usize::try_from(end - at).ok()?);
+            let n = sys::pread(fd, &mut buffer[..want], at).ok()?;
+            if n == 0 {
+                return None;
+            }
+            hasher.update(&buffer[..n]);
+            at += n as i64;
+        }
+    }
+    Some(*hasher.finalize().as_bytes())
+}
+
+fn target(areas: &[Area], path: &[u8]) -> Option<Vec<u8>> {
+    let (dir, name) = locate(areas, path).ok()?;
     sys::readlink_at(dir.as_raw_fd(), &name).ok()
 }
 
@@ -448,27 +900,10 @@ fn walk(
             *incomplete = true;
             continue;
         };
-        let mut path = prefix.to_vec();
-        path.extend_from_slice(name.as_bytes());
-        let kind = kind_of(stat.st_mode);
-        let ctime_ns = stat.st_ctime * 1_000_000_000 + stat.st_ctime_nsec;
-        found.push((
-            path.clone(),
-            Node {
-                kind,
-                mode: stat.st_mode & 0o7777,
-                size: if kind == Kind::File {
-                    stat.st_size as u64
-                } else {
-                    0
-                },
-                hash: None,
-                inode: stat.st_ino,
-                mtime_ns: stat.st_mtime * 1_000_000_000 + stat.st_mtime_nsec,
-                ctime_ns,
-                racy: now - ctime_ns < RACY_NS,
-            },
-        ));
+        let mut path = [prefix, name.as_bytes()].concat();
+        let node = Node::of(&stat, now);
+        let kind = node.kind;
+        found.push((path.clone(), node));
         if kind == Kind::Dir {
             path.push(b'/');
             match (depth < MAX_DEPTH).then(|| open_dir(dir.as_raw_fd(), &name)) {

@@ -5,14 +5,16 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use tokio::net::UnixStream;
 
-use drillyard_sandbox_init::control::{LimitSpec, Start};
+use drillyard_sandbox_init::control::{LimitSpec, Lower, Start};
 use drillyard_sandbox_init::frame;
 
 use crate::client::Client;
+use crate::layers::Layers;
 use crate::{
-    Autopsy, Backend, Boxed, Cell, ImageReport, LimitsReport, SandboxConfig, SandboxError, Stream,
+    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, SandboxConfig, SandboxError,
+    Stream,
 };
-use crate::{filter, host};
+use crate::{filter, host, image};
 
 /// Numbers the helpers of this program.
 static HELPERS: AtomicU64 = AtomicU64::new(0);
@@ -21,13 +23,21 @@ pub struct Local {
     client: Arc<Client>,
     limits: LimitsReport,
     image: ImageReport,
+    /// Keeps the image from being removed.
+    _in_use: Option<std::fs::File>,
 }
 
 impl Local {
     pub async fn start(config: &SandboxConfig) -> Result<Self, SandboxError> {
         let limits = spec(config)?;
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
-        let root = host::root(&helpers, &config.host_paths)?;
+        let (root, in_use) = match &config.image {
+            Image::Host => (host::root(&helpers, &config.host_paths)?, None),
+            Image::RootFs { dir, digest } => (
+                host::own_root(&helpers, &config.host_paths, dir, digest)?,
+                image::hold(dir)?,
+            ),
+        };
         let mut body = Vec::new();
         let program = filter::program().map_err(|message| SandboxError::Create {
             step: "system call filter".into(),
@@ -44,6 +54,19 @@ impl Local {
             shell: root.shell,
             env: root.env,
             cgroups: config.control_groups,
+            rootfs: match &config.image {
+                Image::Host => None,
+                Image::RootFs { dir, .. } => Some(dir.canonicalize_utf8()?.into_string()),
+            },
+            layers: match &config.cache_dir {
+                None => None,
+                Some(dir) => {
+                    let dir = Layers::open(dir, &root.report.digest, config.cache_bytes)?
+                        .dir()
+                        .to_owned();
+                    Some(dir.into_string())
+                }
+            },
         };
         let helper = helpers.join(host::INIT);
         let (client, started) =
@@ -64,6 +87,7 @@ impl Local {
                 rows: started.limits,
             },
             image: root.report,
+            _in_use: in_use,
         })
     }
 }
@@ -82,8 +106,12 @@ impl Backend for Local {
     }
 
     fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>> {
+        self.create_on(Lower::default())
+    }
+
+    fn create_on(&self, lower: Lower) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>> {
         Box::pin(async {
-            let (id, socket) = self.client.create().await?;
+            let (id, socket) = self.client.create(lower).await?;
             let mut cell = LocalCell {
                 id,
                 client: Arc::clone(&self.client),
@@ -160,12 +188,17 @@ fn spec(config: &SandboxConfig) -> Result<LimitSpec, SandboxError> {
 }
 
 /// This program's process id and start time: together they are never used twice.
-fn owner() -> Result<String, SandboxError> {
-    let stat = fs_err::read_to_string("/proc/self/stat")?;
-    // The name, in brackets, may hold anything; fields are counted after its end.
-    let started = stat
-        .rfind(')')
-        .and_then(|end| stat[end + 1..].split_whitespace().nth(19))
+pub fn owner() -> Result<String, SandboxError> {
+    let started = start_time("self")
         .ok_or_else(|| std::io::Error::other("/proc/self/stat: too few fields"))?;
     Ok(format!("{}-{started}", std::process::id()))
+}
+
+/// When a process started, as text; nothing if it does not live.
+pub fn start_time(pid: &str) -> Option<String> {
+    let stat = fs_err::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    // The name, in brackets, may hold anything; fields are counted after its end.
+    let end = stat.rfind(')')?;
+    let started = stat[end + 1..].split_whitespace().nth(19)?;
+    Some(started.to_owned())
 }

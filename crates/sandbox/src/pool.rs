@@ -1,18 +1,20 @@
 //! The pool: sandboxes made ahead, each handed out once.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use drillyard_sandbox_init::control::Lower;
 use drillyard_sandbox_init::frame::put;
-use drillyard_sandbox_init::init::{Entry, Kind, Reply, Request};
+use drillyard_sandbox_init::init::{CONTENT_BYTES, Entry, Kind, Reply, Request, What};
 
+use crate::layers::{Layer, Layers, Origin};
 use crate::local::Local;
-use crate::sandbox::{Contents, exchange, receive};
+use crate::sandbox::{Contents, exchange, receive, unexpected};
 use crate::{
-    Backend, Cell, ImageReport, Limits, LimitsReport, Sandbox, SandboxConfig, SandboxError,
-    Snapshot,
+    Backend, Call, CallOutcome, CallResult, Cell, ImageReport, Limits, LimitsReport, Sandbox,
+    SandboxConfig, SandboxError, Snapshot,
 };
 
 /// How long a sandbox may take to set itself up or to write its first files.
@@ -23,7 +25,16 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Setup {
     /// Path (relative to `/work`, or absolute under `/tmp`) and content. Parent directories are made.
     pub files: Vec<(String, Arc<[u8]>)>,
+    /// Command lines run one after another once the files are there, each of which must succeed: make a database, unpack
+    /// an archive. Where the pool has a cache they run once, and their outcome is a layer that every lease starts from.
+    pub commands: Vec<String>,
 }
+
+/// Set-ups of so many bytes or files, or more, become layers where the pool has a cache. Measured on two cores: a lease
+/// from the pool that unpacks files costs 0.3 ms and 1 ms for each MiB or 60 files, a sandbox made on a layer
+/// costs 2 ms whatever is in it.
+const LAYER_BYTES: usize = 2 << 20;
+const LAYER_FILES: usize = 100;
 
 impl Setup {
     /// From paths and contents.
@@ -35,7 +46,40 @@ impl Setup {
                 .into_iter()
                 .map(|(p, b)| (p.into(), b.into()))
                 .collect(),
+            commands: Vec::new(),
         }
+    }
+
+    /// With commands to run once the files are there.
+    #[must_use]
+    pub fn then<C: Into<String>>(mut self, commands: impl IntoIterator<Item = C>) -> Self {
+        self.commands.extend(commands.into_iter().map(Into::into));
+        self
+    }
+
+    fn is_large(&self) -> bool {
+        self.files.len() >= LAYER_FILES
+            || self.files.iter().map(|(_, b)| b.len()).sum::<usize>() >= LAYER_BYTES
+    }
+
+    /// What identifies its layer in an image.
+    fn key(&self, image: &str) -> String {
+        let mut hasher = blake3::Hasher::new();
+        let mut part = |bytes: &[u8]| {
+            hasher.update(&(bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        };
+        part(b"setup 1");
+        part(image.as_bytes());
+        for (path, content) in &self.files {
+            part(path.as_bytes());
+            part(content);
+        }
+        part(b"");
+        for command in &self.commands {
+            part(command.as_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
     }
 
     fn entries(&self) -> (Vec<Entry>, Vec<u8>) {
@@ -68,6 +112,10 @@ pub(crate) struct Inner {
     size: usize,
     filling: AtomicBool,
     live: AtomicUsize,
+    layers: Option<Layers>,
+    /// One set-up's layer is built at a time.
+    building: tokio::sync::Mutex<()>,
+    tools: tokio::sync::OnceCell<BTreeMap<String, String>>,
 }
 
 impl std::fmt::Debug for Pool {
@@ -92,7 +140,12 @@ impl Pool {
                 });
             }
         };
-        Self::with_backend(backend, config.limits, config.pool_size).await
+        let layers = config
+            .cache_dir
+            .as_deref()
+            .map(|dir| Layers::open(dir, &backend.image().digest, config.cache_bytes))
+            .transpose()?;
+        Self::assemble(backend, config.limits, config.pool_size, layers).await
     }
 
     /// A pool over a backend of one's own.
@@ -100,6 +153,15 @@ impl Pool {
         backend: Box<dyn Backend>,
         limits: Limits,
         pool_size: usize,
+    ) -> Result<Self, SandboxError> {
+        Self::assemble(backend, limits, pool_size, None).await
+    }
+
+    async fn assemble(
+        backend: Box<dyn Backend>,
+        limits: Limits,
+        pool_size: usize,
+        layers: Option<Layers>,
     ) -> Result<Self, SandboxError> {
         let pool = Self {
             inner: Arc::new(Inner {
@@ -109,6 +171,9 @@ impl Pool {
                 size: pool_size,
                 filling: AtomicBool::new(false),
                 live: AtomicUsize::new(0),
+                layers,
+                building: tokio::sync::Mutex::default(),
+                tools: tokio::sync::OnceCell::new(),
             }),
         };
         // The first one shows that the host really lets sandboxes be made.
@@ -149,7 +214,65 @@ impl Pool {
 
     /// Hands out a fresh sandbox with these files in it.
     pub async fn lease(&self, setup: &Setup) -> Result<Sandbox, SandboxError> {
-        self.lease_contents(Contents::Setup(setup.clone())).await
+        let contents = match &self.inner.layers {
+            Some(layers) if !setup.commands.is_empty() || setup.is_large() => {
+                Contents::Layer(self.layer_of(setup, layers).await?)
+            }
+            _ => Contents::Setup(setup.clone()),
+        };
+        self.lease_contents(contents).await
+    }
+
+    /// The layer of a set-up, built unless it is there.
+    async fn layer_of(&self, setup: &Setup, layers: &Layers) -> Result<Arc<Layer>, SandboxError> {
+        let key = setup.key(&self.image().digest);
+        if let Some(layer) = layers.get(&key)? {
+            return Ok(layer);
+        }
+        let _building = self.inner.building.lock().await;
+        if let Some(layer) = layers.get(&key)? {
+            return Ok(layer);
+        }
+        if setup.commands.is_empty() {
+            let (entries, body) = setup.entries();
+            return layers
+                .write(key, Origin::Setup, Vec::new(), entries, Vec::new(), body)
+                .await;
+        }
+        let mut sandbox = self.lease_contents(Contents::Setup(setup.clone())).await?;
+        let (entries, removed, body) = sandbox.delta().await?;
+        sandbox.close().await;
+        layers
+            .write(key, Origin::Setup, Vec::new(), entries, removed, body)
+            .await
+    }
+
+    pub(crate) fn layers(&self) -> Result<&Layers, SandboxError> {
+        self.inner
+            .layers
+            .as_ref()
+            .ok_or_else(|| SandboxError::Config {
+                field: "cache_dir",
+                message: "states can only be saved where it names a directory".into(),
+            })
+    }
+
+    /// Versions of the tools there are inside, found by asking them once.
+    pub async fn tool_versions(&self) -> Result<&BTreeMap<String, String>, SandboxError> {
+        self.inner
+            .tools
+            .get_or_try_init(|| async {
+                let mut sandbox = self.lease(&Setup::default()).await?;
+                let result = sandbox.call(Call::shell(ASK_TOOLS)).await?;
+                sandbox.close().await;
+                let said = String::from_utf8_lossy(&result.stdout);
+                Ok(said
+                    .lines()
+                    .filter_map(|line| line.split_once('\t'))
+                    .map(|(tool, version)| (tool.to_owned(), version.trim().to_owned()))
+                    .collect())
+            })
+            .await
     }
 
     /// Hands out a fresh sandbox in a snapshot's state: a branch.
@@ -157,7 +280,7 @@ impl Pool {
         self.lease_contents(Contents::Snapshot(from.clone())).await
     }
 
-    async fn lease_contents(&self, contents: Contents) -> Result<Sandbox, SandboxError> {
+    pub(crate) async fn lease_contents(&self, contents: Contents) -> Result<Sandbox, SandboxError> {
         let cell = self.fresh(&contents).await?;
         self.inner.live.fetch_add(1, Ordering::Relaxed);
         Ok(Sandbox::new(self.clone(), cell, contents))
@@ -169,14 +292,31 @@ impl Pool {
 
     /// A sandbox nobody has used, with the given contents.
     pub(crate) async fn fresh(&self, contents: &Contents) -> Result<Box<dyn Cell>, SandboxError> {
-        let (entries, body) = match contents {
-            Contents::Setup(setup) => setup.entries(),
-            Contents::Snapshot(snapshot) => (snapshot.entries.to_vec(), snapshot.body.to_vec()),
+        if let Contents::Layer(layer) = contents {
+            let mut cell = self.inner.make_on(layer.lower.clone()).await?;
+            let rest = &layer.rest;
+            if !rest.entries.is_empty() {
+                let request = Request::Unpack {
+                    entries: rest.entries.to_vec(),
+                    remove: Vec::new(),
+                };
+                done(exchange(&mut *cell, &request, &rest.body, 0, PATIENCE).await)?;
+            }
+            return Ok(cell);
+        }
+        let (entries, remove, body) = match contents {
+            Contents::Layer(_) => (Vec::new(), Vec::new(), Vec::new()),
+            Contents::Setup(setup) => {
+                let (entries, body) = setup.entries();
+                (entries, Vec::new(), body)
+            }
+            Contents::Snapshot(snapshot) => (
+                snapshot.entries.to_vec(),
+                snapshot.removed.to_vec(),
+                snapshot.body.to_vec(),
+            ),
         };
-        let request = Request::Unpack {
-            entries,
-            remove: Vec::new(),
-        };
+        let request = Request::Unpack { entries, remove };
         loop {
             let taken = self.inner.ready().pop_front();
             let kept_ready = taken.is_some();
@@ -186,19 +326,14 @@ impl Pool {
                 None => self.inner.make().await?,
             };
             match exchange(&mut *cell, &request, &body, 0, PATIENCE).await {
-                Ok((Reply::Done, _)) => return Ok(cell),
-                Ok((Reply::Refused { message }, _)) => {
-                    return Err(SandboxError::Refused { message });
-                }
                 // One that died while it waited in the pool is nobody's fault; the next one serves.
-                Err(SandboxError::Lost { .. }) if kept_ready => {}
-                Ok(_) => {
-                    return Err(SandboxError::Protocol(std::io::Error::other(
-                        "not an answer to unpacking",
-                    )));
-                }
-                Err(error) => return Err(error),
+                Err(SandboxError::Lost { .. }) if kept_ready => continue,
+                answer => done(answer)?,
             }
+            if let Contents::Setup(setup) = contents {
+                self.inner.run(&mut *cell, &setup.commands).await?;
+            }
+            return Ok(cell);
         }
     }
 
@@ -239,9 +374,39 @@ impl Inner {
         self.ready.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Runs a set-up's commands.
+    async fn run(&self, cell: &mut dyn Cell, commands: &[String]) -> Result<(), SandboxError> {
+        let timeout = self.limits.call_timeout;
+        for command in commands {
+            let request = Request::Call {
+                what: What::Shell {
+                    command: command.clone(),
+                },
+                timeout_us: timeout.as_micros() as u64,
+            };
+            let room = 2 * self.limits.output_bytes + CONTENT_BYTES + (1 << 20);
+            let result = match exchange(cell, &request, &[], room, timeout + PATIENCE).await? {
+                (Reply::Called(called), body) => CallResult::of(*called, &body)?,
+                (other, _) => return Err(unexpected(&other)),
+            };
+            if result.outcome != CallOutcome::Ok {
+                return Err(SandboxError::Setup {
+                    command: command.clone(),
+                    outcome: result.outcome.as_str(),
+                    said: String::from_utf8_lossy(&result.stderr).into_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Makes one and waits until it is set up.
     async fn make(&self) -> Result<Box<dyn Cell>, SandboxError> {
-        let mut cell = self.backend.create().await?;
+        self.make_on(Lower::default()).await
+    }
+
+    async fn make_on(&self, lower: Lower) -> Result<Box<dyn Cell>, SandboxError> {
+        let mut cell = self.backend.create_on(lower).await?;
         match tokio::time::timeout(PATIENCE, receive(&mut *cell, 0)).await {
             Ok(Ok((Reply::Ready, _))) => Ok(cell),
             Ok(Ok((Reply::Broken { step, message }, _))) => {
@@ -255,3 +420,16 @@ impl Inner {
         }
     }
 }
+
+/// The answer to unpacking.
+fn done(answer: Result<(Reply, Vec<u8>), SandboxError>) -> Result<(), SandboxError> {
+    match answer? {
+        (Reply::Done, _) => Ok(()),
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Prints name and first line of `--version` of each tool that is there.
+const ASK_TOOLS: &str = "for t in bash sh python3 perl sqlite3 git ls sed awk gawk grep find tar gzip gcc make node java go rustc curl jq; do \
+    command -v $t >/dev/null || continue; v=$($t --version 2>&1 </dev/null); \
+    printf '%s\\t%s\\n' $t \"$v\" | head -n 1; done";

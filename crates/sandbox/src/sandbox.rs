@@ -1,5 +1,6 @@
 //! One leased sandbox.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -7,6 +8,7 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
 
+use crate::layers::Layer;
 use crate::{Autopsy, Call, CallResult, Cell, ChangedFile, Pool, SandboxError, Setup, Snapshot};
 
 /// What PID 1 may need beyond a call's clock: killing a large tree, hashing what changed, sending it.
@@ -19,6 +21,7 @@ const MAX_SNAPSHOT: u64 = 1 << 30;
 pub(crate) enum Contents {
     Setup(Setup),
     Snapshot(Snapshot),
+    Layer(Arc<Layer>),
 }
 
 /// A sandbox in use. Dropping it kills it; [`Sandbox::close`] also waits until it is gone.
@@ -90,12 +93,13 @@ impl Sandbox {
     pub async fn snapshot(&mut self) -> Result<Snapshot, SandboxError> {
         let request = Request::Pack {
             max_bytes: MAX_SNAPSHOT,
+            delta: false,
         };
         match self
             .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
             .await
         {
-            Ok((Reply::Packed { entries }, body)) => {
+            Ok((Reply::Packed { entries, removed }, body)) => {
                 if entries.iter().any(|e| e.content.of(&body).is_none()) {
                     return Err(SandboxError::Protocol(std::io::Error::other(
                         "contents lie outside the message",
@@ -103,6 +107,7 @@ impl Sandbox {
                 }
                 Ok(Snapshot {
                     entries: entries.into(),
+                    removed: removed.into(),
                     body: body.into(),
                 })
             }
@@ -166,7 +171,37 @@ impl Sandbox {
         }
     }
 
-    async fn swap(&mut self, contents: Contents) -> Result<(), SandboxError> {
+    /// What differs from the layers this sandbox began with.
+    pub(crate) async fn delta(
+        &mut self,
+    ) -> Result<(Vec<Entry>, Vec<String>, Vec<u8>), SandboxError> {
+        let request = Request::Pack {
+            max_bytes: MAX_SNAPSHOT,
+            delta: true,
+        };
+        match self
+            .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
+            .await
+        {
+            Ok((Reply::Packed { entries, removed }, body)) => Ok((entries, removed, body)),
+            Ok((other, _)) => Err(unexpected(&other)),
+            Err((error, _)) => Err(error),
+        }
+    }
+
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// The layers this sandbox began with, the topmost first.
+    pub(crate) fn chain(&self) -> Vec<String> {
+        match &self.contents {
+            Contents::Layer(layer) => layer.chain.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    pub(crate) async fn swap(&mut self, contents: Contents) -> Result<(), SandboxError> {
         let fresh = self.pool.fresh(&contents).await?;
         // The old one dies in its own time.
         self.cell = Some(fresh);
@@ -222,7 +257,7 @@ impl Drop for Sandbox {
     }
 }
 
-fn unexpected(reply: &Reply) -> SandboxError {
+pub(crate) fn unexpected(reply: &Reply) -> SandboxError {
     match reply {
         Reply::Refused { message } => SandboxError::Refused {
             message: message.clone(),
