@@ -303,6 +303,11 @@ fn mounts(start: &Start, own_id: u32, trees: Trees) -> Result<Vec<Area>, Failure
     sys::umount_detach("/mnt").at("disk")?;
     let proc = format!("{at}/proc");
     sys::mount("proc", &proc, Some("proc"), flags | libc::MS_NOEXEC, None).at("proc")?;
+    // Locks on host files whose holder has ended show there with the host's numbers.
+    let locks = format!("{proc}/locks");
+    if std::path::Path::new(&locks).exists() {
+        sys::mount("/dev/null", &locks, None, libc::MS_BIND, None).at(&locks)?;
+    }
     if !at.is_empty() {
         for part in ["sys", "sysrq-trigger", "irq", "bus", "fs"] {
             let part = format!("{proc}/{part}");

@@ -1,5 +1,5 @@
 //! Prints where a layer begins to pay, and what a reset costs by each way:
-//! `cargo run -p drillyard-sandbox --example layers CACHE_DIR [N]`.
+//! `cargo run -p drillyard-sandbox --example layers CACHE_DIR [N] [without-groups]` (see `latency` for the last).
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -31,11 +31,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut args = std::env::args().skip(1);
     let cache_dir = args.next().ok_or("which directory for the cache?")?;
     let n = args.next().map_or(Ok(40), |n| n.parse())?;
+    let config = SandboxConfig {
+        control_groups: args.next().as_deref() != Some("without-groups"),
+        ..SandboxConfig::default()
+    };
     let mut out = std::io::stdout().lock();
-    let plain = Pool::start(SandboxConfig::default()).await?;
+    let plain = Pool::start(config.clone()).await?;
     let layered = Pool::start(SandboxConfig {
         cache_dir: Some(cache_dir.into()),
-        ..SandboxConfig::default()
+        ..config
     })
     .await?;
     writeln!(out, "files  KiB each  unpacked ms  layer ms")?;

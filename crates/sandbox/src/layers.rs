@@ -21,7 +21,7 @@ use drillyard_sandbox_init::control::Lower;
 use drillyard_sandbox_init::init::{Entry, Kind};
 
 use crate::image::tree::{self, Caps, Seen, What, Writer};
-use crate::image::{sweep, temporary_name};
+use crate::image::{lock_alone, sweep, temporary_name};
 use crate::{SandboxError, Snapshot};
 
 const VERSION: u32 = 1;
@@ -122,6 +122,12 @@ impl Layers {
         &self.dir
     }
 
+    /// Where the tool versions of the image are kept.
+    pub fn tools(&self) -> Utf8PathBuf {
+        self.dir
+            .with_file_name(format!("tools-{}.json", self.image))
+    }
+
     fn record(&self, key: &str) -> Result<Record, SandboxError> {
         let whole = key.len() == 64 && key.bytes().all(|b| b.is_ascii_hexdigit());
         let path = self.dir.join(key).join("layer.json");
@@ -144,10 +150,15 @@ impl Layers {
 
     /// Gets a layer; nothing if it is not there.
     pub fn get(&self, key: &str) -> Result<Option<Arc<Layer>>, SandboxError> {
-        if !self.dir.join(key).is_dir() {
+        let dir = self.dir.join(key);
+        if !dir.is_dir() {
             return Ok(None);
         }
-        self.load(key).map(Some)
+        match self.load(key) {
+            // Another program let it go in this moment.
+            Err(_) if !dir.is_dir() => Ok(None),
+            layer => layer.map(Some),
+        }
     }
 
     /// Gets a layer that must be there.
@@ -162,6 +173,9 @@ impl Layers {
             let file = fs_err::File::open(self.dir.join(key).join("layer.json"))?;
             flock(&file, FlockOperation::NonBlockingLockShared)
                 .map_err(|_| no_layer(key, "it is being removed"))?;
+            if !self.dir.join(key).is_dir() {
+                return Err(no_layer(key, "it was removed"));
+            }
             // When it was last used.
             let _ = file.file().set_modified(std::time::SystemTime::now());
             held.push(file.into());
@@ -396,8 +410,9 @@ impl Layers {
 
     fn discard(&self, key: &str) -> Result<(), SandboxError> {
         let lock = fs_err::File::open(self.dir.join(key).join("layer.json"))?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| no_layer(key, "it is in use"))?;
+        if !lock_alone(lock.file()) {
+            return Err(no_layer(key, "it is in use"));
+        }
         let old = self.dir.join(temporary_name()?);
         fs_err::rename(self.dir.join(key), &old)?;
         remove_tree(&self.dir, &old)

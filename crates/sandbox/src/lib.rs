@@ -28,7 +28,8 @@
 //!
 //! This program never forks: a threaded process cannot do so safely. The helper is PID 1 of a pid namespace that holds
 //! every sandbox and ends when its socket closes, so killing this program at any moment leaves no process and no
-//! mount; control groups that a killed helper left are swept at the next start. Nothing is written to the host's disk.
+//! mount; control groups that a killed helper left are swept at the next start. Nothing is written to the host's disk but
+//! images, layers and saved states, in directories the caller names.
 //!
 //! Whoever runs a tool's output through here gets it as data: the host opens no path that code inside controls.
 //!

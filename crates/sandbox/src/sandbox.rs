@@ -121,7 +121,9 @@ impl Sandbox {
         self.swap(Contents::Snapshot(snapshot.clone())).await
     }
 
-    /// Back to the state it was leased in, in a fresh sandbox.
+    /// Back to the state it was leased in, in a fresh sandbox. Taking one from the pool costs 0.3 ms with 100 changed files;
+    /// emptying this one's file system in place would cost 0.5 ms, grow with what changed, need PID 1 to keep the right
+    /// to mount, and leave what is no file. On a layer a fresh one costs 2.3 ms.
     pub async fn reset(&mut self) -> Result<(), SandboxError> {
         self.swap(self.contents.clone()).await
     }

@@ -189,8 +189,9 @@ impl ImageStore {
     pub fn remove(&self, digest: &str) -> Result<(), SandboxError> {
         let image = self.load(digest)?;
         let lock = fs_err::File::open(record(&image.rootfs))?;
-        flock(&lock, FlockOperation::NonBlockingLockExclusive)
-            .map_err(|_| problem(digest, "in use by a pool; close that first"))?;
+        if !lock_alone(lock.file()) {
+            return Err(problem(digest, "in use by a pool; close that first"));
+        }
         // Out of sight at once; a program that dies half-way leaves what the next opening sweeps.
         let old = self.dir.join(temporary_name()?);
         fs_err::rename(self.dir.join(&image.digest), &old)?;
@@ -205,8 +206,11 @@ impl ImageStore {
     ) -> Result<(), SandboxError> {
         let mut image = self.load(digest)?;
         image.tools = tools;
-        // In place: a pool may hold the record's lock, which a rename would leave on the old file.
-        write_record(&record(&image.rootfs), &image)
+        self.write(&image)
+    }
+
+    fn write(&self, image: &StoredImage) -> Result<(), SandboxError> {
+        write_record(&record(&self.load(&image.digest)?.rootfs), image)
     }
 
     fn load(&self, digest: &str) -> Result<StoredImage, SandboxError> {
@@ -306,6 +310,18 @@ pub(crate) fn record(rootfs: &Utf8Path) -> Utf8PathBuf {
     rootfs.with_file_name("image.json")
 }
 
+/// Locks a record against all use; false if it is in use. A process that this program starts holds every open file for
+/// the moment until it executes, hence a little patience.
+pub(crate) fn lock_alone(record: &std::fs::File) -> bool {
+    for _ in 0..50 {
+        if flock(record, FlockOperation::NonBlockingLockExclusive).is_ok() {
+            return true;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    false
+}
+
 /// Marks an image as in use for as long as the file is held; a root file system outside a store has no record to hold.
 pub(crate) fn hold(rootfs: &Utf8Path) -> Result<Option<std::fs::File>, SandboxError> {
     let path = record(rootfs);
@@ -318,6 +334,7 @@ pub(crate) fn hold(rootfs: &Utf8Path) -> Result<Option<std::fs::File>, SandboxEr
     Ok(Some(file.into()))
 }
 
+/// In place: a pool may hold the record's lock, which a rename would leave on the old file.
 fn write_record(path: &Utf8Path, image: &StoredImage) -> Result<(), SandboxError> {
     let mut text = serde_json::to_vec_pretty(image).map_err(io::Error::from)?;
     text.push(b'\n');

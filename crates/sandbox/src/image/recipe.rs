@@ -98,15 +98,18 @@ impl ImageStore {
         sandbox: &SandboxConfig,
         progress: &mut (dyn FnMut(&str) + Send),
     ) -> Result<StoredImage, SandboxError> {
+        let there = self.list()?;
         let base = self.base(recipe, progress)?;
         if recipe.run.is_empty() {
             return Ok(base);
         }
         let built = self.run(recipe, &base, sandbox, progress).await;
         // What it was made of goes, unless it is an image of its own.
-        match &built {
-            Ok(built) if built.digest == base.digest => {}
-            _ => self.remove(&base.digest)?,
+        let kept = built.as_ref().is_ok_and(|b| b.digest == base.digest);
+        match there.iter().find(|i| i.digest == base.digest) {
+            Some(old) => self.write(old)?,
+            None if !kept => self.remove(&base.digest)?,
+            None => {}
         }
         built
     }
