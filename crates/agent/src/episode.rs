@@ -545,6 +545,7 @@ impl<'a> Episode<'a> {
         }
         let setup = Setup {
             files: self.files.setup().to_vec(),
+            ..Setup::default()
         };
         let leased = async {
             let mut sandbox = self.shared.pool.lease(&setup).await?;

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use drillyard_sandbox::{
-    AllowList, CacheUse, Call, CallOutcome, CallResult, Holds, Limits, Network, Pool, Sandbox,
-    SandboxConfig, Setup, NetworkVerdict,
+    AllowList, CacheUse, Call, CallOutcome, CallResult, Holds, Limits, Network, NetworkVerdict,
+    Pool, Sandbox, SandboxConfig, Setup,
 };
 
 fn config(network: Network) -> SandboxConfig {
