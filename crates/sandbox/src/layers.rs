@@ -76,6 +76,10 @@ pub struct Content<'a> {
     pub body: &'a [u8],
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "an error, as map_err gives it, or a text"
+)]
 fn no_layer(key: &str, message: impl ToString) -> SandboxError {
     SandboxError::Layer {
         key: key.to_owned(),
@@ -334,7 +338,7 @@ impl Layers {
             root: has_root,
             bytes,
         };
-        let layer = self.settle(new, key, &record, &rest)?;
+        let layer = self.settle(&new, key, &record, &rest)?;
         if origin == Origin::Setup {
             self.shrink()?;
         }
@@ -344,7 +348,7 @@ impl Layers {
     /// Gives a written layer its place.
     fn settle(
         &self,
-        new: New,
+        new: &New,
         key: &str,
         record: &Record,
         rest: &Snapshot,
@@ -393,7 +397,7 @@ impl Layers {
             root: !layer.lower.root.is_empty(),
             bytes,
         };
-        self.settle(new, &key, &record, &layer.rest)
+        self.settle(&new, &key, &record, &layer.rest)
     }
 
     /// Removes a layer that is not in use and that no other stands on.

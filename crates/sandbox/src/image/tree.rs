@@ -178,8 +178,7 @@ impl Writer {
     /// Makes way for an entry: whatever has its name goes.
     fn make_way(&mut self, dir: &OwnedFd, own: &[u8]) -> io::Result<()> {
         match unlinkat(dir, own, AtFlags::empty()) {
-            Ok(()) => Ok(()),
-            Err(Errno::NOENT) => Ok(()),
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(Errno::ISDIR | Errno::PERM) => {
                 self.last = None;
                 remove_all(dir, own, 0)
