@@ -72,6 +72,10 @@ pub fn lower(
     store: Option<&Store>,
     mode: Mode,
 ) -> Result<Trees, Failure> {
+    if start.rootfs.is_none() && !lower.root.is_empty() {
+        let step = "layers of the root, without an image";
+        return Err(std::io::Error::from_raw_os_error(libc::EINVAL)).at(step);
+    }
     let to = (mode == Mode::Root).then_some(first_host_id(id) + 1);
     let tree = |name: Option<&str>| {
         let step = name.map_or("image".to_owned(), |name| format!("layer {name}"));

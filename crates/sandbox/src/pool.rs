@@ -13,8 +13,8 @@ use crate::layers::{Layer, Layers, Origin};
 use crate::local::Local;
 use crate::sandbox::{Contents, exchange, receive, unexpected};
 use crate::{
-    Backend, Call, CallOutcome, CallResult, Cell, ImageReport, Limits, LimitsReport, Sandbox,
-    SandboxConfig, SandboxError, Snapshot,
+    Backend, Call, CallOutcome, CallResult, Cell, Image, ImageReport, Limits, LimitsReport,
+    Sandbox, SandboxConfig, SandboxError, Snapshot,
 };
 
 /// How long a sandbox may take to set itself up or to write its first files.
@@ -156,7 +156,14 @@ impl Pool {
         let layers = config
             .cache_dir
             .as_deref()
-            .map(|dir| Layers::open(dir, &backend.image().digest, config.cache_bytes))
+            .map(|dir| {
+                Layers::open(
+                    dir,
+                    &backend.image().digest,
+                    config.image != Image::Host,
+                    config.cache_bytes,
+                )
+            })
             .transpose()?;
         Self::assemble(backend, config.limits, config.pool_size, layers).await
     }

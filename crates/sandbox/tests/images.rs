@@ -1624,3 +1624,66 @@ async fn many_sandboxes_on_layers_leave_the_helper_as_it_was() {
     }
     store.verify(&image.digest).unwrap();
 }
+
+#[tokio::test]
+async fn large_set_ups_are_refused_where_small_ones_are() {
+    let place = Place::new();
+    for (kind, image) in both(&place.path()).await {
+        let pool = cached(&place.path().join(kind), image).await;
+        for path in [
+            "../x",
+            "/etc/x",
+            "/dev/x",
+            "/proc/x",
+            "/tmp",
+            "/opt/drillyard/x",
+            "d/../../x",
+            "/tmp/../x",
+        ] {
+            let allowed = kind == "rootfs" && path == "/etc/x";
+            for size in [1, 3 << 20] {
+                let leased = pool.lease(&Setup::new([(path, vec![1; size])])).await;
+                assert_eq!(
+                    leased.is_ok(),
+                    allowed,
+                    "{kind}, {path}, {size}: {leased:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_digest_does_not_depend_on_the_umask() {
+    if let Ok(dir) = std::env::var("DRILLYARD_TEST_UMASK") {
+        let dir = Utf8PathBuf::from(dir);
+        rustix::process::umask(rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO);
+        let image = ImageStore::open(dir.join("other"))
+            .unwrap()
+            .import(&dir.join("a.tar"), None)
+            .unwrap();
+        std::fs::write(dir.join("digest"), image.digest).unwrap();
+        return;
+    }
+    let place = Place::new();
+    let dir = place.path();
+    std::fs::write(
+        dir.join("a.tar"),
+        raw_tar(&[(b"a/b/c", tar::EntryType::Regular, b"x")]),
+    )
+    .unwrap();
+    let image = ImageStore::open(dir.join("store"))
+        .unwrap()
+        .import(&dir.join("a.tar"), None)
+        .unwrap();
+    let done = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_digest_does_not_depend_on_the_umask"])
+        .env("DRILLYARD_TEST_UMASK", dir.as_str())
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", text(&done.stdout));
+    assert_eq!(
+        std::fs::read_to_string(dir.join("digest")).unwrap(),
+        image.digest
+    );
+}
