@@ -239,7 +239,9 @@ fn confine(
 ) -> Result<Vec<Area>, Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
-    let areas = mounts(start, own_id, trees)?;
+    let areas = mounts(start, own_id, &trees)?;
+    // The overlays have mounts of their own by now.
+    drop(trees);
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
     sys::loopback_up().at("loopback")?;
@@ -261,7 +263,7 @@ const MOUNT_POINTS: [&str; 4] = ["dev", "proc", "work", "tmp"];
 const TOOLS: &str = "/opt/drillyard/bin";
 
 /// One tmpfs carries every place that can be written, so that its size bounds them together.
-fn mounts(start: &Start, own_id: u32, trees: Trees) -> Result<Vec<Area>, Failure> {
+fn mounts(start: &Start, own_id: u32, trees: &Trees) -> Result<Vec<Area>, Failure> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     let options = format!(
         "mode=0755,size={},nr_inodes={}",
