@@ -113,6 +113,10 @@ pub fn lower(
     store: Option<&Store>,
     mode: Mode,
 ) -> Result<Trees, Failure> {
+    if start.rootfs.is_none() && !lower.root.is_empty() {
+        let step = "layers of the root, without an image";
+        return Err(std::io::Error::from_raw_os_error(libc::EINVAL)).at(step);
+    }
     let to = (mode == Mode::Root).then_some(first_host_id(id) + 1);
     let tree = |name: Option<&str>| {
         let step = name.map_or("image".to_owned(), |name| format!("layer {name}"));
@@ -294,7 +298,9 @@ fn confine(
 ) -> Result<(Vec<Area>, Counts, Option<OwnedFd>), Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
-    let areas = mounts(start, own_id, trees)?;
+    let areas = mounts(start, own_id, &trees)?;
+    // The overlays have mounts of their own by now.
+    drop(trees);
     let counts = Counts::open();
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
@@ -323,7 +329,7 @@ const MOUNT_POINTS: [&str; 4] = ["dev", "proc", "work", "tmp"];
 const TOOLS: &str = "/opt/drillyard/bin";
 
 /// One tmpfs carries every place that can be written, so that its size bounds them together.
-fn mounts(start: &Start, own_id: u32, trees: Trees) -> Result<Vec<Area>, Failure> {
+fn mounts(start: &Start, own_id: u32, trees: &Trees) -> Result<Vec<Area>, Failure> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     let options = format!(
         "mode=0755,size={},nr_inodes={}",

@@ -121,6 +121,8 @@ impl Node {
 }
 
 type Nodes = BTreeMap<Vec<u8>, Node>;
+/// By the name that hides them.
+type Hidden = BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>;
 
 /// What the files were at the last look.
 pub struct Index<'a> {
@@ -132,7 +134,7 @@ pub struct Index<'a> {
     /// What the layers have and nobody sees.
     gone: Nodes,
     /// Names that hide something, with what it is: it never changes and may be much.
-    hidden: BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    hidden: Hidden,
     /// Some files were out of reach: too many, too deep, too large.
     incomplete: bool,
 }
@@ -142,7 +144,7 @@ struct Found {
     nodes: Vec<(Vec<u8>, Node)>,
     under: Nodes,
     gone: Nodes,
-    hidden: BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    hidden: Hidden,
     /// Whiteouts and opaque directories that hide something.
     removed: Vec<Vec<u8>>,
     /// Room for more paths.
@@ -490,13 +492,7 @@ fn is_whiteout(stat: &libc::stat) -> bool {
     stat.st_mode & libc::S_IFMT == libc::S_IFCHR && stat.st_rdev == 0
 }
 
-fn walk_over(
-    sides: &Sides<'_>,
-    prefix: &[u8],
-    depth: usize,
-    known: &BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
-    found: &mut Found,
-) {
+fn walk_over(sides: &Sides<'_>, prefix: &[u8], depth: usize, known: &Hidden, found: &mut Found) {
     let Ok(names) = sys::names(sides.upper) else {
         found.incomplete = true;
         return;
@@ -600,7 +596,7 @@ fn hide(
     name: &CStr,
     path: Vec<u8>,
     node: Node,
-    known: &BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
+    known: &Hidden,
     found: &mut Found,
 ) {
     if node.kind == Kind::Dir {
@@ -609,13 +605,7 @@ fn hide(
     found.gone.insert(path, node);
 }
 
-fn hide_below(
-    lower: &OwnedFd,
-    name: &CStr,
-    path: &[u8],
-    known: &BTreeMap<Vec<u8>, Rc<Vec<(Vec<u8>, Node)>>>,
-    found: &mut Found,
-) {
+fn hide_below(lower: &OwnedFd, name: &CStr, path: &[u8], known: &Hidden, found: &mut Found) {
     let list = known.get(path).map_or_else(
         || {
             let mut list = Vec::new();
@@ -772,7 +762,7 @@ fn parent(path: &str, make: bool, owner: Owner) -> io::Result<(OwnedFd, CString)
                 .strip_prefix(*p)
                 .is_some_and(|rest| matches!(rest.first(), None | Some(b'/')))
         };
-        if !owner.whole_root || NOT_OF_THE_ROOT.iter().any(|p| foreign(&p)) {
+        if !owner.whole_root || NOT_OF_THE_ROOT.iter().any(foreign) {
             return Err(invalid());
         }
         (c"/", rest)

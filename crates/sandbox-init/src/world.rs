@@ -132,7 +132,12 @@ impl Store {
             let mut attr: libc::mount_attr = unsafe { std::mem::zeroed() };
             attr.attr_set = libc::MOUNT_ATTR_IDMAP;
             attr.userns_fd = map.as_raw_fd() as u64;
-            mount_setattr(&tree, &attr)?;
+            mount_setattr(&tree, &attr).map_err(|error| {
+                io::Error::other(format!(
+                    "its file system cannot be mounted with other owners (id-mapped): {error}; \
+                     use ext4, xfs or btrfs, and Linux 5.19 or newer"
+                ))
+            })?;
         }
         Ok(tree)
     }

@@ -4,7 +4,8 @@
 use std::io::Write;
 use std::time::{Duration, Instant};
 
-use drillyard_sandbox::{Call, Pool, SandboxConfig, Setup};
+use camino::Utf8PathBuf;
+use drillyard_sandbox::{Call, Image, ImageStore, Pool, Recipe, SandboxConfig, Setup};
 
 fn median(mut times: Vec<Duration>) -> f64 {
     times.sort();
@@ -38,8 +39,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut out = std::io::stdout().lock();
     let plain = Pool::start(config.clone()).await?;
     let layered = Pool::start(SandboxConfig {
-        cache_dir: Some(cache_dir.into()),
-        ..config
+        cache_dir: Some(cache_dir.clone().into()),
+        ..config.clone()
     })
     .await?;
     writeln!(out, "files  KiB each  unpacked ms  layer ms")?;
@@ -94,5 +95,28 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         median(saves.2)
     )?;
     sandbox.close().await;
+
+    // A sandbox made for the occasion, on either kind of image.
+    let dir = Utf8PathBuf::from(&cache_dir);
+    let recipe = "name = \"slice\"\nfrom = \"host-slice\"\npackages = [\"bash\", \"cat\"]";
+    let image = ImageStore::open(dir)?
+        .build(&Recipe::parse(recipe)?, &config, &mut |_| {})
+        .await?;
+    for (name, image) in [("host", Image::Host), ("rootfs", image.image())] {
+        let pool = Pool::start(SandboxConfig {
+            image,
+            pool_size: 0,
+            ..config.clone()
+        })
+        .await?;
+        let mut times = Vec::new();
+        for _ in 0..2 * n {
+            let started = Instant::now();
+            let sandbox = pool.lease(&Setup::default()).await?;
+            times.push(started.elapsed());
+            sandbox.close().await;
+        }
+        writeln!(out, "create, image {name}: {:.2} ms", median(times))?;
+    }
     Ok(())
 }

@@ -65,6 +65,8 @@ pub struct Layer {
 pub struct Layers {
     dir: Utf8PathBuf,
     image: String,
+    /// Whether sandboxes have a root of their own, which layers may change.
+    own_root: bool,
     /// Bytes that layers of set-ups may take together.
     cap: u64,
 }
@@ -76,6 +78,10 @@ pub struct Content<'a> {
     pub body: &'a [u8],
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "an error, as map_err gives it, or a text"
+)]
 fn no_layer(key: &str, message: impl ToString) -> SandboxError {
     SandboxError::Layer {
         key: key.to_owned(),
@@ -88,6 +94,8 @@ enum Place<'a> {
     Work(&'a str),
     Root(&'a str),
     Rest,
+    /// Not the sandbox's to change.
+    Foreign,
 }
 
 fn place(path: &str) -> Place<'_> {
@@ -96,15 +104,37 @@ fn place(path: &str) -> Place<'_> {
     } else if path.starts_with("/tmp/") || path.starts_with("/dev/shm/") {
         Place::Rest
     } else if let Some(rest) = path.strip_prefix('/') {
+        let within = |dir: &str| {
+            rest.strip_prefix(dir)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+        };
+        if ["dev", "proc", "work", "tmp", "opt/drillyard"]
+            .into_iter()
+            .any(within)
+        {
+            return Place::Foreign;
+        }
         Place::Root(rest)
     } else {
         Place::Work(path)
     }
 }
 
+/// As PID 1 says it.
+fn elsewhere(path: &str) -> SandboxError {
+    SandboxError::Refused {
+        message: format!("{path}: not a path under /work, /tmp or /dev/shm"),
+    }
+}
+
 impl Layers {
     /// Opens the directory, which is made if missing, and sweeps what dead programs left half-done.
-    pub fn open(cache: &Utf8Path, image: &str, cap: u64) -> Result<Self, SandboxError> {
+    pub fn open(
+        cache: &Utf8Path,
+        image: &str,
+        own_root: bool,
+        cap: u64,
+    ) -> Result<Self, SandboxError> {
         let dir = cache.join("layers");
         fs_err::create_dir_all(&dir)?;
         let dir = dir.canonicalize_utf8()?;
@@ -114,6 +144,7 @@ impl Layers {
         Ok(Self {
             dir,
             image: image.to_owned(),
+            own_root,
             cap,
         })
     }
@@ -277,7 +308,7 @@ impl Layers {
             bytes += content.len() as u64;
             let (tree, name) = match place(&entry.path) {
                 Place::Work(name) => (&mut work, name),
-                Place::Root(name) => {
+                Place::Root(name) if self.own_root => {
                     has_root = true;
                     (&mut root, name)
                 }
@@ -287,6 +318,7 @@ impl Layers {
                     rest.push(entry);
                     continue;
                 }
+                Place::Root(_) | Place::Foreign => return Err(elsewhere(&entry.path)),
             };
             let name = name.as_bytes();
             let time = entry.mtime_ns;
@@ -307,11 +339,12 @@ impl Layers {
         for path in content.removed {
             let (tree, name) = match place(path) {
                 Place::Work(name) => (&mut work, name),
-                Place::Root(name) => {
+                Place::Root(name) if self.own_root => {
                     has_root = true;
                     (&mut root, name)
                 }
                 Place::Rest => continue,
+                Place::Root(_) | Place::Foreign => return Err(elsewhere(path)),
             };
             if dirs.contains(path.as_str()) {
                 tree.opaque(name.as_bytes()).map_err(failed)?;
@@ -334,7 +367,7 @@ impl Layers {
             root: has_root,
             bytes,
         };
-        let layer = self.settle(new, key, &record, &rest)?;
+        let layer = self.settle(&new, key, &record, &rest)?;
         if origin == Origin::Setup {
             self.shrink()?;
         }
@@ -344,7 +377,7 @@ impl Layers {
     /// Gives a written layer its place.
     fn settle(
         &self,
-        new: New,
+        new: &New,
         key: &str,
         record: &Record,
         rest: &Snapshot,
@@ -393,7 +426,7 @@ impl Layers {
             root: !layer.lower.root.is_empty(),
             bytes,
         };
-        self.settle(new, &key, &record, &layer.rest)
+        self.settle(&new, &key, &record, &layer.rest)
     }
 
     /// Removes a layer that is not in use and that no other stands on.

@@ -71,9 +71,14 @@ impl Local {
             layers: match &config.cache_dir {
                 None => None,
                 Some(dir) => {
-                    let dir = Layers::open(dir, &root.report.digest, config.cache_bytes)?
-                        .dir()
-                        .to_owned();
+                    let dir = Layers::open(
+                        dir,
+                        &root.report.digest,
+                        config.image != Image::Host,
+                        config.cache_bytes,
+                    )?
+                    .dir()
+                    .to_owned();
                     Some(dir.into_string())
                 }
             },

@@ -15,8 +15,8 @@ use crate::layers::{Layer, Layers, Origin};
 use crate::local::Local;
 use crate::sandbox::{Contents, exchange, receive, unexpected};
 use crate::{
-    Admission, Backend, Call, CallOutcome, CallResult, Cell, Gauge, HostGauge, ImageReport, Limits,
-    LimitsReport, Policy, Sandbox, SandboxConfig, SandboxError, Snapshot,
+    Admission, Backend, Call, CallOutcome, CallResult, Cell, Gauge, HostGauge, Image, ImageReport,
+    Limits, LimitsReport, Policy, Sandbox, SandboxConfig, SandboxError, Snapshot,
 };
 
 /// How long a sandbox may take to set itself up or to write its first files.
@@ -201,7 +201,14 @@ impl Pool {
             .cache_dir
             .as_deref()
             .filter(|_| backend.has_layers())
-            .map(|dir| Layers::open(dir, &backend.image().digest, config.cache_bytes))
+            .map(|dir| {
+                Layers::open(
+                    dir,
+                    &backend.image().digest,
+                    config.image != Image::Host,
+                    config.cache_bytes,
+                )
+            })
             .transpose()?;
         let (limits, pool_size) = (config.limits.clone(), config.pool_size);
         let door = Door::new(policy, gauge, limits.memory_bytes);

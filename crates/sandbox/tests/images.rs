@@ -1205,7 +1205,7 @@ async fn states_are_saved_restored_and_branched_from() {
                 &mut next,
                 &format!(
                     "echo {n} > n{n}; rm -f n{}; rm -rf again; mkdir again; echo {n} > again/f{n}",
-                    n as i64 - 2
+                    n - 2
                 ),
             )
             .await;
@@ -1472,4 +1472,218 @@ async fn recipes_run_commands_inside() {
         .unwrap_err();
     assert!(error.to_string().contains("exit 4"), "{error}");
     assert_eq!(store.list().unwrap().len(), 1);
+}
+
+/// The helper that holds the sandboxes, by its mount namespace's process: a grandchild of the program.
+fn helpers_of(program: u32) -> Vec<String> {
+    let children = |pid: &str| -> Vec<String> {
+        let mut all = Vec::new();
+        for task in std::fs::read_dir(format!("/proc/{pid}/task"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let list = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
+            all.extend(list.split_whitespace().map(str::to_owned));
+        }
+        all
+    };
+    children(&program.to_string())
+        .iter()
+        .flat_map(|outer| children(outer))
+        .collect()
+}
+
+/// Processes that see a place through a mount.
+fn mounted_by(place: &str) -> usize {
+    std::fs::read_dir("/proc")
+        .unwrap()
+        .flatten()
+        .filter_map(|e| std::fs::read_to_string(e.path().join("mountinfo")).ok())
+        .filter(|mounts| mounts.contains(place))
+        .count()
+}
+
+#[tokio::test]
+async fn killing_the_program_leaves_neither_mounts_nor_locks_nor_files() {
+    if let Ok(dir) = std::env::var("DRILLYARD_TEST_VICTIM") {
+        let dir = Utf8PathBuf::from(dir);
+        let image = ImageStore::open(dir.join("store"))
+            .unwrap()
+            .find("slice")
+            .unwrap();
+        let pool = cached(&dir, image.image()).await;
+        let mut sandbox = pool
+            .lease(&Setup::default().then(["echo x > x"]))
+            .await
+            .unwrap();
+        output(
+            &mut sandbox,
+            "mkdir -p /data/a; chmod 000 /data/a /data/deep; echo y > y; chmod 000 y",
+        )
+        .await;
+        std::fs::write(dir.join("ready"), "").unwrap();
+        shell(&mut sandbox, "sleep 100").await;
+        return;
+    }
+    let place = Place::new();
+    let dir = place.path();
+    let store = ImageStore::open(dir.join("store")).unwrap();
+    let image = host_slice(&store).await;
+    for _ in 0..3 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args([
+                "--exact",
+                "killing_the_program_leaves_neither_mounts_nor_locks_nor_files",
+            ])
+            .env("DRILLYARD_TEST_VICTIM", dir.as_str())
+            .stdout(std::process::Stdio::null())
+            .spawn()
+            .unwrap();
+        let until = std::time::Instant::now() + Duration::from_secs(30);
+        while !dir.join("ready").exists() {
+            assert!(std::time::Instant::now() < until);
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let error = store.remove(&image.digest).unwrap_err().to_string();
+        assert!(error.contains("in use"), "the control: {error}");
+        if is_root() {
+            assert!(mounted_by("overlay") > 0, "the control: there are mounts");
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        std::fs::remove_file(dir.join("ready")).unwrap();
+        let until = std::time::Instant::now() + Duration::from_secs(10);
+        while mounted_by(dir.as_str()) > 0 {
+            assert!(std::time::Instant::now() < until, "mounts stay");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+    store.verify(&image.digest).unwrap();
+    let kept = layers(&dir);
+    assert_eq!(kept.len(), 1, "{kept:?}");
+    // Nobody holds it any more.
+    let pool = cached(&dir, image.image()).await;
+    pool.remove_saved(&kept[0]).unwrap();
+    drop(pool);
+    store.remove(&image.digest).unwrap();
+    assert_eq!(
+        std::fs::read_dir(dir.join("store/images")).unwrap().count(),
+        0
+    );
+}
+
+#[tokio::test]
+async fn many_sandboxes_on_layers_leave_the_helper_as_it_was() {
+    let place = Place::new();
+    let dir = place.path();
+    let store = ImageStore::open(dir.join("store")).unwrap();
+    let image = host_slice(&store).await;
+    let before: Vec<_> = helpers_of(std::process::id());
+    let pool = cached(&dir, image.image()).await;
+    let helper: Vec<_> = helpers_of(std::process::id())
+        .into_iter()
+        .filter(|h| !before.contains(h))
+        .collect();
+    let setup = Setup::new([("in", &b"x"[..])]).then(["echo y > y"]);
+    pool.lease(&setup).await.unwrap().close().await;
+    let count = |what: &str| -> Vec<usize> {
+        helper
+            .iter()
+            .filter_map(|h| match what {
+                "fd" => Some(std::fs::read_dir(format!("/proc/{h}/fd")).ok()?.count()),
+                _ => Some(
+                    std::fs::read_to_string(format!("/proc/{h}/mountinfo"))
+                        .ok()?
+                        .lines()
+                        .count(),
+                ),
+            })
+            .collect()
+    };
+    let state = (count("fd"), count("mounts"));
+    for n in 0..40 {
+        let mut sandbox = pool.lease(&setup).await.unwrap();
+        if n % 8 == 0 {
+            output(&mut sandbox, "rm -rf /data; cat in y").await;
+        }
+        sandbox.close().await;
+    }
+    // Other tests of this program have helpers too; theirs come and go, this one's numbers are the same at last.
+    let until = std::time::Instant::now() + Duration::from_secs(10);
+    while (count("fd"), count("mounts")) != state && std::time::Instant::now() < until {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    if is_root() {
+        let after = (count("fd"), count("mounts"));
+        assert!(
+            state.0.iter().any(|n| after.0.contains(n))
+                && state.1.iter().any(|n| after.1.contains(n)),
+            "{state:?} {after:?}"
+        );
+    }
+    store.verify(&image.digest).unwrap();
+}
+
+#[tokio::test]
+async fn large_set_ups_are_refused_where_small_ones_are() {
+    let place = Place::new();
+    for (kind, image) in both(&place.path()).await {
+        let pool = cached(&place.path().join(kind), image).await;
+        for path in [
+            "../x",
+            "/etc/x",
+            "/dev/x",
+            "/proc/x",
+            "/tmp",
+            "/opt/drillyard/x",
+            "d/../../x",
+            "/tmp/../x",
+        ] {
+            let allowed = kind == "rootfs" && path == "/etc/x";
+            for size in [1, 3 << 20] {
+                let leased = pool.lease(&Setup::new([(path, vec![1; size])])).await;
+                assert_eq!(
+                    leased.is_ok(),
+                    allowed,
+                    "{kind}, {path}, {size}: {leased:?}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_digest_does_not_depend_on_the_umask() {
+    if let Ok(dir) = std::env::var("DRILLYARD_TEST_UMASK") {
+        let dir = Utf8PathBuf::from(dir);
+        rustix::process::umask(rustix::fs::Mode::RWXG | rustix::fs::Mode::RWXO);
+        let image = ImageStore::open(dir.join("other"))
+            .unwrap()
+            .import(&dir.join("a.tar"), None)
+            .unwrap();
+        std::fs::write(dir.join("digest"), image.digest).unwrap();
+        return;
+    }
+    let place = Place::new();
+    let dir = place.path();
+    std::fs::write(
+        dir.join("a.tar"),
+        raw_tar(&[(b"a/b/c", tar::EntryType::Regular, b"x")]),
+    )
+    .unwrap();
+    let image = ImageStore::open(dir.join("store"))
+        .unwrap()
+        .import(&dir.join("a.tar"), None)
+        .unwrap();
+    let done = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "a_digest_does_not_depend_on_the_umask"])
+        .env("DRILLYARD_TEST_UMASK", dir.as_str())
+        .output()
+        .unwrap();
+    assert!(done.status.success(), "{}", text(&done.stdout));
+    assert_eq!(
+        std::fs::read_to_string(dir.join("digest")).unwrap(),
+        image.digest
+    );
 }

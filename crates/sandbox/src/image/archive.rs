@@ -240,7 +240,7 @@ fn unpack_tar(from: &mut dyn Read, to: &mut Writer, layer: bool) -> io::Result<u
             match kind {
                 EntryType::GNULongName => extra.name = Some(until_nul(text)),
                 EntryType::GNULongLink => extra.target = Some(until_nul(text)),
-                _ => pax(&text, size, &mut extra)?,
+                _ => pax(&text, &mut extra)?,
             }
             continue;
         }
@@ -317,7 +317,7 @@ fn until_nul(mut text: Vec<u8>) -> Vec<u8> {
     text
 }
 
-fn pax(text: &[u8], _size: u64, extra: &mut Extra) -> io::Result<()> {
+fn pax(text: &[u8], extra: &mut Extra) -> io::Result<()> {
     for field in tar::PaxExtensions::new(text) {
         let field = field?;
         let value = field.value_bytes().to_vec();

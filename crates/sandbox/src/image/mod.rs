@@ -77,6 +77,10 @@ pub struct ImageStore {
     caps: ImageCaps,
 }
 
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "an error, as map_err gives it, or a text"
+)]
 pub(crate) fn problem(subject: impl Into<String>, message: impl ToString) -> SandboxError {
     SandboxError::Image {
         subject: subject.into(),
@@ -135,7 +139,7 @@ impl ImageStore {
             .or(given)
             .or_else(|| from.file_stem().map(str::to_owned))
             .unwrap_or_else(|| "image".to_owned());
-        self.keep(new, &name, source, left_out, None)
+        self.keep(&new, &name, source, left_out, None)
     }
 
     /// Every image, sorted by name.
@@ -246,7 +250,7 @@ impl ImageStore {
     /// Gives a finished tree its digest and its place.
     fn keep(
         &self,
-        new: Temporary,
+        new: &Temporary,
         name: &str,
         source: &str,
         left_out: u64,

@@ -151,7 +151,7 @@ impl ImageStore {
         tree::copy(&tree::open_root(&base.rootfs)?, &mut writer).map_err(failed)?;
         changed.onto(&mut writer).map_err(failed)?;
         writer.finish().map_err(failed)?;
-        self.keep(new, &recipe.name, "recipe", 0, Some(recipe.text()))
+        self.keep(&new, &recipe.name, "recipe", 0, Some(recipe.text()))
     }
 
     /// Builds an image without running anything inside.
@@ -201,7 +201,7 @@ impl ImageStore {
             put(file, &mut writer).map_err(failed)?;
         }
         writer.finish().map_err(failed)?;
-        self.keep(new, &recipe.name, "recipe", 0, Some(recipe.text()))
+        self.keep(&new, &recipe.name, "recipe", 0, Some(recipe.text()))
     }
 }
 
@@ -384,8 +384,8 @@ fn bootstrap(
         let last: Vec<&str> = said.lines().rev().take(5).collect();
         let last: Vec<&str> = last.into_iter().rev().collect();
         return Err(io::Error::other(format!(
-            "{:?} failed: {}",
-            command.get_program(),
+            "{} failed: {}",
+            command.get_program().display(),
             last.join("\n")
         )));
     }

@@ -100,7 +100,8 @@ impl Writer {
             bytes: 0,
             last: None,
             exact: false,
-            last_touch: BTreeMap::new(),
+            // Whatever this program's umask, and whether or not an archive names its root.
+            last_touch: BTreeMap::from([(Vec::new(), (0o755, None))]),
         })
     }
 
@@ -158,6 +159,8 @@ impl Writer {
                         Ok(next) => next,
                         Err(Errno::NOENT) => {
                             self.count(name)?;
+                            self.last_touch
+                                .insert(above[..cut].join(&b'/'), (0o755, None));
                             named(
                                 mkdirat(&dir, above[cut - 1], Mode::from_raw_mode(0o755)),
                                 name,
@@ -178,8 +181,7 @@ impl Writer {
     /// Makes way for an entry: whatever has its name goes.
     fn make_way(&mut self, dir: &OwnedFd, own: &[u8]) -> io::Result<()> {
         match unlinkat(dir, own, AtFlags::empty()) {
-            Ok(()) => Ok(()),
-            Err(Errno::NOENT) => Ok(()),
+            Ok(()) | Err(Errno::NOENT) => Ok(()),
             Err(Errno::ISDIR | Errno::PERM) => {
                 self.last = None;
                 remove_all(dir, own, 0)
@@ -373,16 +375,13 @@ impl Writer {
     pub fn finish(mut self) -> io::Result<(u64, u64)> {
         for (name, (mode, mtime)) in std::mem::take(&mut self.last_touch).into_iter().rev() {
             let path = if name.is_empty() { &b"."[..] } else { &name };
-            let dir = named(
-                openat2(
-                    &self.root,
-                    path,
-                    OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-                    Mode::empty(),
-                    ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS,
-                ),
-                &name,
-            )?;
+            let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+            let inside = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
+            let dir = match openat2(&self.root, path, flags, Mode::empty(), inside) {
+                // Taken away again under another name, through a link.
+                Err(Errno::NOENT | Errno::NOTDIR | Errno::LOOP) => continue,
+                dir => named(dir, &name)?,
+            };
             if let Some(mtime) = mtime {
                 named(rustix::fs::futimens(&dir, &stamps(mtime)), &name)?;
             }
