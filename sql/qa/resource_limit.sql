@@ -3,16 +3,16 @@
 -- kind: qa
 -- category: efficiency
 -- severity: warn
--- version: 1
+-- version: 2
 -- penalty: 0.15
 -- fail_reason: resource
 -- grain: call
 -- reads: tool_calls
--- why: the approach does not fit the machine it is given
+-- why: the approach does not fit the machine it is given. A disk that was filled on purpose (an injected fault) tells nothing of it.
 SELECT
     episode_id,
     step_index,
     concat(tool, ' hit the limit of ', outcome) AS detail
 FROM tool_calls
-WHERE outcome IN ('memory', 'processes', 'disk', 'output_limit')
+WHERE outcome IN ('memory', 'processes', 'disk', 'output_limit') AND coalesce(fault_injected, '') <> 'disk_full'
 ORDER BY episode_id, step_index, call_index

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use drillyard_gym::{TaskSet, ToolAction, Toolset, call_milestone, observation};
 use drillyard_lake::{EpisodeBundle, LakeError};
 use drillyard_render::parse_turn;
-use drillyard_sandbox::{Call, CallResult, Change, Sandbox, Setup};
+use drillyard_sandbox::{Call, CallResult, Change, FaultKind, Sandbox, Setup};
 use drillyard_schema::ids::derive_id;
 use drillyard_schema::table::{Artifact, EpisodeRow, FileChange, TaskRow, Timestamp, ToolCallRow};
 use drillyard_schema::{
@@ -22,6 +22,7 @@ use drillyard_schema::{
 use serde_json::{Value, json};
 
 use crate::artifacts;
+use crate::calls::{self, Injected, within};
 use crate::error::AgentError;
 use crate::files::Files;
 use crate::options::Point;
@@ -34,7 +35,7 @@ use crate::spans;
 use crate::tokens::Sequence;
 
 /// Output kept in a row; the whole is an artifact when it is longer.
-const ROW_OUTPUT_BYTES: usize = 64 << 10;
+pub(crate) const ROW_OUTPUT_BYTES: usize = 64 << 10;
 /// Output files larger than this are not verified.
 const OUTPUT_FILE_BYTES: u64 = 16 << 20;
 /// Calls of one turn beyond this are not run.
@@ -57,6 +58,8 @@ pub(crate) struct Plan {
     pub group_id: GroupId,
     /// The same for all attempts at a sample and for every run with the same seed.
     pub seed: u64,
+    /// The episode it leaves, for a branch.
+    pub parent: Option<EpisodeId>,
 }
 
 /// How an episode's worker ended.
@@ -200,6 +203,9 @@ impl<'a> Episode<'a> {
         let options = &self.shared.options;
         let (mut unreadable, mut idle) = (0, 0);
         for step in 0..options.max_steps {
+            if options.branch.as_ref().is_some_and(|b| b.step == step) {
+                self.files.rebase();
+            }
             let turn = self.turn(step).await?;
             let reading = read_turn(&turn.reply, step, options.sampling.max_tokens);
             self.take_in(step, &turn, &reading);
@@ -444,8 +450,13 @@ impl<'a> Episode<'a> {
             PastCall::Result(logged) => {
                 self.clock += Duration::from_micros(logged.row.wall_us.max(0) as u64);
                 self.warned |= self.clock >= self.shared.options.episode_timeout.mul_f64(WARN_AT);
-                self.state_lost += u32::from(logged.row.state_lost);
-                *logged
+                self.state_lost += u32::from(logged.row.state_lost && !logged.sandbox_ended);
+                let mut logged = *logged;
+                // What a branch takes over was logged under its parent's name.
+                logged.row.run_date.clone_from(&row.run_date);
+                logged.row.run_id.clone_from(&row.run_id);
+                logged.row.episode_id.clone_from(&row.episode_id);
+                logged
             }
             PastCall::IntentOnly => {
                 self.unknown_outcomes += 1;
@@ -481,7 +492,18 @@ impl<'a> Episode<'a> {
         let id = &self.plan.episode_id;
         shared.log_intent(id, step, index)?;
         self.hold(Point::IntentLogged).await;
-        let action = within(action, shared.options.call_timeout, self.time_left());
+        let tool = call.function.name.as_str();
+        let injected = shared
+            .options
+            .faults
+            .draw(self.plan.seed, step, index as u32, tool)
+            .map(|fault| Injected::settle(fault, &self.files, shared.pool.configured()));
+        let delay = injected.as_ref().and_then(|fault| fault.delay_us);
+        let left = self
+            .time_left()
+            .saturating_sub(Duration::from_micros(delay.unwrap_or_default()))
+            .max(Duration::from_millis(1));
+        let action = within(action, shared.options.call_timeout, left);
         row.started_at = Timestamp(now_us());
         let Some(sandbox) = &mut self.sandbox else {
             return Err(Halt::End(
@@ -489,8 +511,8 @@ impl<'a> Episode<'a> {
                 Some("no sandbox".to_owned()),
             ));
         };
-        let result = match sandbox.call(action).await {
-            Ok(result) => result,
+        let called = match calls::run(sandbox, tool, action, injected, &self.files, true).await {
+            Ok(called) => called,
             Err(error) => {
                 row.outcome = CallOutcome::SandboxFault.to_string();
                 self.rows.tool_calls.push(row);
@@ -498,9 +520,10 @@ impl<'a> Episode<'a> {
             }
         };
         shared.sandbox_works();
+        let result = called.result;
         self.clock += result.wall;
-        let tool = call.function.name.as_str();
-        let seen = observation(tool, &result, shared.options.observation_bytes);
+        let shown = called.seen.as_ref().unwrap_or(&result);
+        let seen = observation(tool, shown, shared.options.observation_bytes);
         let mut text = seen.text;
         if !self.warned && self.clock >= shared.options.episode_timeout.mul_f64(WARN_AT) {
             self.warned = true;
@@ -513,6 +536,9 @@ impl<'a> Episode<'a> {
                 "\n[warning: {used} s of this episode's {all} s are used; finish soon]"
             );
         }
+        for warning in &result.warnings {
+            let _ = write!(text, "\n[warning: {warning}]");
+        }
         let sandbox_ended = self.sandbox.as_ref().is_none_or(Sandbox::is_lost);
         if sandbox_ended {
             self.sandbox = None;
@@ -520,14 +546,24 @@ impl<'a> Episode<'a> {
                 "\n[the sandbox ended with this call; the files are as they were before it]",
             );
         }
-        fill_row(&mut row, &result, seen.truncated);
+        fill_row(&mut row, &result, seen.truncated || called.seen.is_some());
+        let mut extras = serde_json::Map::new();
+        if let Some(injected) = &called.injected {
+            row.fault_injected = Some(injected.kind.to_string());
+            extras.insert("fault".to_owned(), json!(injected));
+        }
+        if sandbox_ended {
+            extras.insert("sandbox_ended".to_owned(), true.into());
+        }
+        note_sandbox(&mut extras, &result);
+        row.extras = (!extras.is_empty()).then(|| Value::Object(extras).to_string());
         let artifacts = self.keep_outputs(step, index, &result)?;
         self.hold(Point::CallDone).await;
         let logged = LoggedCall {
             row,
             observation: text,
             artifacts,
-            files: result.files_changed,
+            files: calls::all_changes(called.others, result.files_changed),
             sandbox_ended,
         };
         shared.log_result(id, step, index, &logged)?;
@@ -547,8 +583,12 @@ impl<'a> Episode<'a> {
             files: self.files.setup().to_vec(),
             ..Setup::default()
         };
+        let branch = self.shared.options.branch.as_ref();
         let leased = async {
-            let mut sandbox = self.shared.pool.lease(&setup).await?;
+            let mut sandbox = match branch {
+                Some(branch) => self.shared.pool.branch(&branch.snapshot).await?,
+                None => self.shared.pool.lease(&setup).await?,
+            };
             let changes = self.files.changes();
             if !changes.is_empty() {
                 sandbox.apply(&changes).await?;
@@ -599,15 +639,22 @@ impl<'a> Episode<'a> {
 
     /// A call's row, and the reward components that it brings.
     fn note_call(&mut self, step: u32, row: ToolCallRow, arguments: Option<&Value>) {
-        // Doing the same again is a repetition only while no file has changed since.
+        let fault: Option<FaultKind> = row
+            .fault_injected
+            .as_deref()
+            .and_then(|kind| kind.parse().ok());
+        // Doing the same again is a repetition only while no file has changed since. What a fault spoilt may well be tried again.
+        let spoilt = fault.is_some_and(|kind| kind != FaultKind::Slow);
         let before = self
             .file_changes
             .saturating_sub(u32::from(!row.files_changed.is_empty()));
-        let repeated = self
-            .seen_calls
-            .insert(row.call_hash.clone(), self.file_changes)
-            .is_some_and(|changes| changes == before);
-        if repeated {
+        let earlier = if spoilt {
+            self.seen_calls.get(&row.call_hash).copied()
+        } else {
+            self.seen_calls
+                .insert(row.call_hash.clone(), self.file_changes)
+        };
+        if earlier.is_some_and(|changes| changes == before) {
             self.rows.reward(Some(step), "repeat", 1.0);
         }
         let limits = [
@@ -617,7 +664,10 @@ impl<'a> Episode<'a> {
             CallOutcome::Disk,
             CallOutcome::OutputLimit,
         ];
-        if !row.schema_ok || limits.iter().any(|limit| limit.as_str() == row.outcome) {
+        // A disk that was filled on purpose is no limit that the agent ran into.
+        let filled =
+            fault == Some(FaultKind::DiskFull) && row.outcome == CallOutcome::Disk.as_str();
+        if !row.schema_ok || !filled && limits.iter().any(|limit| limit.as_str() == row.outcome) {
             self.rows.reward(Some(step), "violation", 1.0);
         }
         if let Some(arguments) = arguments
@@ -710,6 +760,9 @@ impl<'a> Episode<'a> {
 
     /// The outputs as they lie in the sandbox; without one nothing has changed since the log.
     async fn read_outputs(&mut self) -> Result<BTreeMap<String, Vec<u8>>, Halt> {
+        if self.sandbox.is_none() && self.shared.options.branch.is_some() {
+            self.lease().await?;
+        }
         let Some(sandbox) = &mut self.sandbox else {
             return match self.files.lost() {
                 Some(what) => Err(lost(&what)),
@@ -867,6 +920,9 @@ impl<'a> Episode<'a> {
         if self.unknown_outcomes > 0 {
             extras.insert("outcome_unknown".to_owned(), self.unknown_outcomes.into());
         }
+        if let Some(branch) = &options.branch {
+            extras.insert("branched_at".to_owned(), branch.step.into());
+        }
         let sampling = json!({
             "temperature": options.sampling.temperature,
             "top_p": options.sampling.top_p,
@@ -925,7 +981,7 @@ impl<'a> Episode<'a> {
             peak_memory_bytes: calls.iter().filter_map(|row| row.peak_memory_bytes).max(),
             started_at: Timestamp(self.started_at),
             ended_at: Timestamp(ended_at),
-            parent_episode_id: None,
+            parent_episode_id: self.plan.parent.clone(),
             claimed_success: self
                 .submitted
                 .then(|| claims_success(self.answer.as_deref())),
@@ -948,6 +1004,31 @@ impl<'a> Episode<'a> {
             evaluation_set: false,
             extras: (!extras.is_empty()).then(|| Value::Object(extras).to_string()),
         }
+    }
+}
+
+/// What a sandbox tells of a call and no column holds.
+fn note_sandbox(extras: &mut serde_json::Map<String, Value>, result: &CallResult) {
+    let mut note = |key: &str, value: Value| {
+        extras.insert(key.to_owned(), value);
+    };
+    if !matches!(
+        result.outcome,
+        drillyard_sandbox::CallOutcome::Ok | drillyard_sandbox::CallOutcome::Error
+    ) {
+        note("why", result.why().into());
+    }
+    if let Some(processes) = result.processes {
+        note("processes", processes.into());
+    }
+    if !result.warnings.is_empty() {
+        note("limit_warnings", json!(result.warnings));
+    }
+    if !result.network.is_empty() {
+        note("network", json!(result.network));
+    }
+    if let Some(why) = &result.unusable {
+        note("unusable", why.as_str().into());
     }
 }
 
@@ -1002,7 +1083,7 @@ fn read_turn(reply: &TurnReply, step: u32, max_tokens: u32) -> Reading {
     }
 }
 
-fn read_arguments(text: &str) -> Result<Value, String> {
+pub(crate) fn read_arguments(text: &str) -> Result<Value, String> {
     let text = text.trim();
     if text.is_empty() {
         return Ok(json!({}));
@@ -1011,27 +1092,6 @@ fn read_arguments(text: &str) -> Result<Value, String> {
         Ok(Value::Object(map)) => Ok(Value::Object(map)),
         Ok(_) => Err("the arguments are not a JSON object".to_owned()),
         Err(error) => Err(format!("the arguments are not valid JSON: {error}")),
-    }
-}
-
-/// The call with its own clock set so that it can't outlast the episode.
-fn within(call: Call, usual: Duration, left: Duration) -> Call {
-    let shorten = |timeout: Option<Duration>| Some(timeout.unwrap_or(usual).min(left));
-    match call {
-        Call::Shell { command, timeout } => Call::Shell {
-            command,
-            timeout: shorten(timeout),
-        },
-        Call::Exec {
-            argv,
-            stdin,
-            timeout,
-        } => Call::Exec {
-            argv,
-            stdin,
-            timeout: shorten(timeout),
-        },
-        other => other,
     }
 }
 
@@ -1065,7 +1125,7 @@ fn outcome_of(result: &CallResult) -> CallOutcome {
         .unwrap_or(CallOutcome::Error)
 }
 
-fn fill_row(row: &mut ToolCallRow, result: &CallResult, truncated: bool) {
+pub(crate) fn fill_row(row: &mut ToolCallRow, result: &CallResult, truncated: bool) {
     row.outcome = outcome_of(result).to_string();
     row.exit_code = result.exit_code;
     row.signal = result.signal;

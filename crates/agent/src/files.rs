@@ -1,6 +1,6 @@
 //! What is known of the files an episode works on: its set-up, and the last state of each that a call changed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use drillyard_sandbox::{Change, ChangedFile, Kind};
@@ -9,6 +9,8 @@ use drillyard_sandbox::{Change, ChangedFile, Kind};
 #[derive(Debug, Default)]
 pub(crate) struct Files {
     setup: Vec<(String, Arc<[u8]>)>,
+    /// Changes that the sandbox a branch starts with holds already.
+    base: BTreeMap<String, ChangedFile>,
     changes: BTreeMap<String, ChangedFile>,
     /// A call changed something that its list of changes does not tell.
     incomplete: bool,
@@ -30,6 +32,12 @@ impl Files {
     /// What has to be done to a fresh sandbox to bring its files up to date.
     pub fn changes(&self) -> Vec<ChangedFile> {
         self.changes.values().cloned().collect()
+    }
+
+    /// From here on a fresh sandbox starts with everything so far, so that only what follows has to be done to it.
+    pub fn rebase(&mut self) {
+        self.base.append(&mut self.changes);
+        self.incomplete = false;
     }
 
     /// Takes over a call's changes; `lost` where they do not tell everything.
@@ -54,7 +62,7 @@ impl Files {
 
     /// A file's content; none where it does not exist or is not known.
     pub fn content(&self, path: &str) -> Option<&[u8]> {
-        match self.changes.get(path) {
+        match self.changed(path) {
             Some(file) if file.change == Change::Deleted || file.kind != Kind::File => None,
             Some(file) => file.content.as_deref(),
             None => {
@@ -62,6 +70,32 @@ impl Files {
                 Some(content)
             }
         }
+    }
+
+    fn changed(&self, path: &str) -> Option<&ChangedFile> {
+        self.changes.get(path).or_else(|| self.base.get(path))
+    }
+
+    /// The texts in the work directory that calls have written and set-up did not bring.
+    pub fn written_texts(&self) -> Vec<&str> {
+        let is_setup = |path: &str| self.setup.iter().any(|(name, _)| name == path);
+        let is_text = |file: &ChangedFile| {
+            let content = file.content.as_deref().unwrap_or_default();
+            !content.is_empty() && std::str::from_utf8(content).is_ok()
+        };
+        let paths: BTreeSet<&String> = self.base.keys().chain(self.changes.keys()).collect();
+        paths
+            .into_iter()
+            .filter_map(|path| self.changed(path))
+            .filter(|file| file.change != Change::Deleted && file.kind == Kind::File)
+            .filter(|file| !file.path.starts_with('/') && !is_setup(&file.path) && is_text(file))
+            .map(|file| file.path.as_str())
+            .collect()
+    }
+
+    /// A file's permission bits.
+    pub fn mode(&self, path: &str) -> u32 {
+        self.changed(path).map_or(0o644, |file| file.mode)
     }
 }
 
@@ -117,6 +151,20 @@ mod tests {
         assert!(files.lost().unwrap().contains("'big'"));
         files.change(&[changed("big", Change::Deleted, None)], false);
         assert_eq!(files.lost(), None);
+    }
+
+    #[test]
+    fn a_branch_starts_with_everything_so_far() {
+        let mut files = Files::default();
+        files.change(&[changed("big", Change::Created, None)], true);
+        files.change(&[changed("out", Change::Created, Some(b"1"))], false);
+        files.rebase();
+        assert_eq!((files.lost(), files.changes().len()), (None, 0));
+        assert_eq!(files.content("out"), Some(&b"1"[..]));
+        assert_eq!(files.written_texts(), ["out"]);
+        files.change(&[changed("out", Change::Deleted, None)], false);
+        assert_eq!((files.content("out"), files.changes().len()), (None, 1));
+        assert!(files.written_texts().is_empty());
     }
 
     #[test]

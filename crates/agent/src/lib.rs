@@ -19,6 +19,7 @@
 //! tried again.
 
 mod artifacts;
+mod calls;
 mod episode;
 mod error;
 mod files;
@@ -27,11 +28,13 @@ mod past;
 mod policy;
 mod progress;
 mod prompt;
+mod replay;
 mod rollout;
 mod rows;
 mod shared;
 mod spans;
 mod stop;
+mod times;
 mod tokens;
 
 pub use error::AgentError;
@@ -41,5 +44,8 @@ pub use policy::{
     ReplayClient, ReplayTurn, Retries, Sampling, ToolProtocol, TurnReply, TurnRequest,
 };
 pub use progress::{Progress, ProgressState, Silent};
+pub use replay::{
+    Branch, Clocks, Difference, Recorded, Replay, ReplayedCall, Sameness, branch, replay,
+};
 pub use rollout::rollout;
 pub use stop::{CtrlC, Stop};

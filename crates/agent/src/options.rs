@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use camino::Utf8PathBuf;
 use drillyard_render::Tokenizer;
+use drillyard_sandbox::FaultPlan;
 use drillyard_schema::{EpisodeId, Purpose, RunId, Task};
 use serde::{Deserialize, Serialize};
 
 use crate::policy::{Policy, Sampling};
+use crate::replay::Branch;
 use crate::stop::Stop;
 
 /// Which part of the work list this process does: tasks number `index`, `index + count`, `index + 2·count`, …
@@ -113,6 +115,10 @@ pub struct RolloutOptions {
     pub journal_dir: Utf8PathBuf,
     /// Folder for outputs too large for a row; without it they are cut.
     pub artifacts_dir: Option<Utf8PathBuf>,
+    /// Faults injected on purpose; none by default.
+    pub faults: FaultPlan,
+    /// The place where every episode leaves a recorded one, whose task is then the only one.
+    pub branch: Option<Branch>,
     /// The request to stop.
     pub stop: Stop,
     /// For tests: where to hold episodes.
@@ -152,6 +158,8 @@ impl RolloutOptions {
             shard: Shard::default(),
             journal_dir: journal_dir.into(),
             artifacts_dir: None,
+            faults: FaultPlan::default(),
+            branch: None,
             stop: Stop::new(),
             hold_at: None,
         }

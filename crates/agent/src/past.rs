@@ -30,7 +30,7 @@ pub(crate) struct LoggedCall {
 }
 
 /// One event of the past.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(crate) enum PastEvent {
     Turn(u32, Box<LoggedTurn>),
     Intent(u32, usize),
@@ -62,6 +62,14 @@ impl Past {
         Self {
             started_at,
             events: events.into_iter().collect(),
+        }
+    }
+
+    /// This past with another episode's events before it: that of a branch.
+    pub fn after(self, events: &[PastEvent]) -> Self {
+        Self {
+            started_at: self.started_at,
+            events: events.iter().cloned().chain(self.events).collect(),
         }
     }
 

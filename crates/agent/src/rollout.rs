@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 use drillyard_gym::{TaskSet, Toolset, task_set};
 use drillyard_lake::{EpisodeBundle, Filter, Lake};
 use drillyard_sandbox::Pool;
+use drillyard_schema::ids::derive_id;
 use drillyard_schema::table::EpisodeRow;
 use drillyard_schema::{EndReason, EpisodeId, GroupId, Task};
 use serde_json::json;
@@ -81,6 +82,21 @@ fn check(options: &RolloutOptions) -> Result<(), AgentError> {
         let (index, count) = (options.shard.index, options.shard.count);
         return wrong(format!("shard {index} of {count}: shards count from 0"));
     }
+    if let Some(branch) = &options.branch {
+        let task = &branch.task.task_id;
+        if options.tasks.len() != 1 || options.tasks[0].task_id != *task {
+            return wrong(format!(
+                "a branch of {} is about task {task} and no other",
+                branch.parent
+            ));
+        }
+        if branch.step >= options.max_steps {
+            let (step, most) = (branch.step, options.max_steps);
+            return wrong(format!(
+                "a branch at step {step} needs max_steps above it, not {most}"
+            ));
+        }
+    }
     let mut seen = std::collections::BTreeSet::new();
     for task in &options.tasks {
         if !seen.insert(&task.task_id) {
@@ -141,9 +157,8 @@ impl WorkList {
             let task = Arc::new(task.clone());
             for sample in 0..options.samples {
                 total += 1;
-                let id = |attempt| {
-                    EpisodeId::derive(&options.run_id, &policy, &task.task_id, sample, attempt)
-                };
+                let sample_text = sample.to_string();
+                let id = |attempt| episode_id(options, &policy, &task, sample, attempt);
                 // The first attempt that is not in the lake, unless one that was scored is.
                 let Some(attempt) = (0..options.attempts.max(1))
                     .find(|attempt| done.get(&id(*attempt)) != Some(&true))
@@ -152,6 +167,9 @@ impl WorkList {
                     continue;
                 };
                 let seed = options.seed.to_string();
+                let leaves = leaves(options);
+                let mut seeds = vec!["episode", &seed, task.task_id.as_str(), &sample_text];
+                seeds.extend(leaves.iter().map(String::as_str));
                 queue.push_back(Plan {
                     task: task.clone(),
                     set: set.clone(),
@@ -160,14 +178,9 @@ impl WorkList {
                     sample_index: sample,
                     attempt,
                     episode_id: id(attempt),
-                    group_id: GroupId::derive(
-                        &options.run_id,
-                        &policy,
-                        &sampling,
-                        &toolset.hash,
-                        &task.task_id,
-                    ),
-                    seed: seed_of(&["episode", &seed, task.task_id.as_str(), &sample.to_string()]),
+                    group_id: group_id(options, &policy, &sampling, &toolset, &task),
+                    seed: seed_of(&seeds),
+                    parent: options.branch.as_ref().map(|branch| branch.parent.clone()),
                 });
             }
         }
@@ -180,10 +193,10 @@ impl WorkList {
             return false;
         }
         plan.attempt += 1;
-        plan.episode_id = EpisodeId::derive(
-            &options.run_id,
+        plan.episode_id = episode_id(
+            options,
             &options.policy.id(),
-            &plan.task.task_id,
+            &plan.task,
             plan.sample_index,
             plan.attempt,
         );
@@ -192,7 +205,62 @@ impl WorkList {
     }
 }
 
-fn find_set(task: &Task) -> Result<Arc<dyn TaskSet>, AgentError> {
+/// What tells branches of one place from those of others, and from episodes that are none.
+fn leaves(options: &RolloutOptions) -> Vec<String> {
+    options.branch.as_ref().map_or_else(Vec::new, |branch| {
+        vec![
+            "branch".to_owned(),
+            branch.parent.to_string(),
+            branch.step.to_string(),
+        ]
+    })
+}
+
+fn episode_id(
+    options: &RolloutOptions,
+    policy: &str,
+    task: &Task,
+    sample: u32,
+    attempt: u32,
+) -> EpisodeId {
+    let plain = EpisodeId::derive(&options.run_id, policy, &task.task_id, sample, attempt);
+    let leaves = leaves(options);
+    if leaves.is_empty() {
+        return plain;
+    }
+    let parts: Vec<&str> = std::iter::once(plain.as_str())
+        .chain(leaves.iter().map(String::as_str))
+        .collect();
+    EpisodeId(derive_id(&parts, 32))
+}
+
+/// A branch's siblings are those that left the same episode at the same step: only their returns compare.
+fn group_id(
+    options: &RolloutOptions,
+    policy: &str,
+    sampling: &str,
+    toolset: &Toolset,
+    task: &Task,
+) -> GroupId {
+    let plain = GroupId::derive(
+        &options.run_id,
+        policy,
+        sampling,
+        &toolset.hash,
+        &task.task_id,
+    );
+    let Some(branch) = &options.branch else {
+        return plain;
+    };
+    let leaves = leaves(options);
+    let parts: Vec<&str> = [plain.as_str(), branch.group_id.as_str()]
+        .into_iter()
+        .chain(leaves.iter().map(String::as_str))
+        .collect();
+    GroupId(derive_id(&parts, 32))
+}
+
+pub(crate) fn find_set(task: &Task) -> Result<Arc<dyn TaskSet>, AgentError> {
     task_set(&task.task_set).ok_or_else(|| {
         let known = drillyard_gym::TASK_SETS.join(", ");
         AgentError::Options(format!(
@@ -293,6 +361,10 @@ async fn run_all(
             };
             let past = past.remove(&plan.episode_id).unwrap_or_default();
             tally.summary.resumed += usize::from(past.is_resumed());
+            let past = match &shared.options.branch {
+                Some(branch) => past.after(&branch.events),
+                None => past,
+            };
             let shared = shared.clone();
             workers.spawn(async move {
                 let outcome = one(&shared, &plan, past).await;

@@ -2,6 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+mod faults;
+mod replay;
+
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -920,6 +923,9 @@ async fn child_process() {
         pool,
     };
     let mut options = crash_options(&yard, told["endpoint"].as_str());
+    if told["faults"] == true {
+        options.faults = faults::mixed();
+    }
     let (point, nth) = (
         told["point"].as_str().unwrap().to_owned(),
         told["nth"].as_u64().unwrap(),
@@ -941,7 +947,14 @@ async fn child_process() {
 
 /// Runs a rollout in a process of its own that dies at the `nth` arrival of an episode at `point`.
 async fn crash_at(yard: &Yard, endpoint: Option<&str>, point: Point, nth: u64) {
-    let told = json!({ "dir": yard.path(""), "endpoint": endpoint, "point": format!("{point:?}"), "nth": nth });
+    crash_with(yard, endpoint, point, nth, false).await;
+}
+
+/// The same, with or without injected faults.
+async fn crash_with(yard: &Yard, endpoint: Option<&str>, point: Point, nth: u64, faults: bool) {
+    let told = json!({
+        "dir": yard.path(""), "endpoint": endpoint, "point": format!("{point:?}"), "nth": nth, "faults": faults,
+    });
     let output = tokio::process::Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "child_process", "--nocapture"])
         .env(CHILD, told.to_string())

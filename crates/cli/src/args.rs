@@ -13,6 +13,9 @@ pub(crate) struct Args {
     /// Override one setting of the pipeline, such as train.lr=1e-4 (repeatable).
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
+    /// Run nothing in sandboxes unless every configured limit holds on this host (sandbox.require_limits = ["all"]).
+    #[arg(long, global = true)]
+    pub require_limits: bool,
     /// Only warnings and errors on standard error.
     #[arg(long, short, global = true)]
     pub quiet: bool,
@@ -50,6 +53,10 @@ pub(crate) enum Command {
     },
     /// Ask the lake: a query, a file, or a shell with history.
     Sql(SqlArgs),
+    /// Run an episode's recorded calls again in a fresh sandbox and show where they differ. Ends with 0 if none does, with 13 if one does.
+    Replay(ReplayArgs),
+    /// New episodes that go on from a step of a recorded one.
+    Branch(BranchArgs),
     /// Several nights in a row, each from the champion.
     Nights {
         /// How many.
@@ -82,6 +89,32 @@ fn parse_shard(text: &str) -> Result<(u32, u32), String> {
         return Err(format!("shard {k} of {n}: K must be below N"));
     }
     Ok((k, n))
+}
+
+/// What `drillyard replay` takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ReplayArgs {
+    /// The episode's id, or the beginning of it.
+    pub episode: String,
+    /// The last step whose calls are run.
+    #[arg(long, value_name = "STEP")]
+    pub until: Option<u32>,
+    /// As JSON.
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// What `drillyard branch` takes.
+#[derive(Debug, clap::Args)]
+pub(crate) struct BranchArgs {
+    /// The episode's id, or the beginning of it.
+    pub episode: String,
+    /// The step at which it is left: the first one that is taken anew.
+    #[arg(long, value_name = "STEP")]
+    pub at: u32,
+    /// How many new episodes.
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub n: u32,
 }
 
 /// What `drillyard sql` takes.

@@ -1,7 +1,10 @@
 //! What every verb has at hand: the pipeline, the yard, the lake, the runner.
 
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_lake::Lake;
+use drillyard_sandbox::LimitsReport;
 use drillyard_schema::RunId;
 use drillyard_schema::ids::derive_id;
 use drillyard_stage::exit::{INPUT, OUTPUT};
@@ -20,6 +23,8 @@ pub(crate) struct Context {
     pub lake: Lake,
     /// Runs stages and keeps records.
     pub runner: StageRunner,
+    /// Whether the table of limits was shown.
+    limits_shown: AtomicBool,
 }
 
 /// A rollout's identity: written before its first episode, so that a resumed run keeps its day.
@@ -34,7 +39,10 @@ pub(crate) struct Run {
 impl Context {
     /// Reads the pipeline and opens the yard.
     pub(crate) async fn open(args: &Args, ui: Ui) -> Result<Self, Failure> {
-        let pipeline = Pipeline::load(&args.pipeline, &args.overrides)?;
+        let mut pipeline = Pipeline::load(&args.pipeline, &args.overrides)?;
+        if args.require_limits {
+            pipeline.sandbox.require_limits = vec!["all".to_owned()];
+        }
         if args.dry_run {
             let text =
                 toml::to_string_pretty(&pipeline).map_err(|e| Failure::from_error(INPUT, &e))?;
@@ -66,7 +74,15 @@ impl Context {
             ui,
             lake,
             runner,
+            limits_shown: AtomicBool::new(false),
         })
+    }
+
+    /// Shows which limits hold here, at the first sandboxes of the process.
+    pub(crate) fn limits_once(&self, limits: &LimitsReport) {
+        if !self.limits_shown.swap(true, Ordering::Relaxed) {
+            self.ui.note(limits.to_string().trim_end());
+        }
     }
 
     /// A folder of the yard, made where it is missing.

@@ -76,6 +76,8 @@ async fn dispatch(args: Args, ui: Ui) -> Result<u8, drillyard_stage::Failure> {
         Command::Train => commands::loop_::train(&context).await,
         Command::Eval => commands::loop_::eval(&context).await,
         Command::Report { json } => commands::report::run(&context, json),
+        Command::Replay(replay) => commands::replay::replay(&context, &replay).await,
+        Command::Branch(branch) => commands::replay::branch(&context, &branch).await,
         Command::Nights { n } => commands::nights::run(&context, n).await,
         Command::Control => commands::control::run(&context).await,
         Command::Base => commands::base::run(&context).await,

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use serde_json::Value;
+use drillyard_testkit::{Answer, FakeEndpoint};
+use serde_json::{Value, json};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -497,12 +498,210 @@ fn imported_trajectories_are_judged_and_credited() {
 }
 
 #[test]
+fn faults_are_recorded_and_told_and_come_again() {
+    let faults = [
+        "policy.kind=expert",
+        "policy.mistake_rate=0",
+        "faults.permission_denied=0.3",
+        "faults.truncated_output={ rate = 0.3, tools = [\"execute_shell\"] }",
+    ];
+    let settings: Vec<&str> = SMALL.into_iter().chain(faults).collect();
+    let yard = Yard::new(&settings);
+    let (out, _) = yard.ok(&["rollout"]);
+    for word in [
+        "success without faults",
+        "success with faults",
+        "permission denied",
+        "truncated output",
+    ] {
+        assert!(out.contains(word), "the figures lack '{word}':\n{out}");
+    }
+    let met = "SELECT e.task_id, e.sample_index, c.step_index, c.fault_injected FROM tool_calls c JOIN episodes e ON c.episode_id = e.episode_id
+        WHERE c.fault_injected IS NOT NULL ORDER BY e.task_id, e.sample_index, c.step_index";
+    let schedule = yard.rows(met);
+    assert!(schedule.len() > 20, "{} faults", schedule.len());
+    let counted = yard.rows(
+        "SELECT count(*) AS n, sum(n_injected_faults) AS faults, count(*) FILTER (WHERE status = 'infrastructure') AS infrastructure FROM episodes",
+    );
+    assert_eq!(
+        (&counted[0]["faults"], &counted[0]["infrastructure"]),
+        (&Value::from(schedule.len()), &Value::from(0))
+    );
+    let (out, _) = yard.ok(&[
+        "sql",
+        "--format",
+        "json",
+        "-f",
+        "sql/metrics/injected_faults.sql",
+    ]);
+    let kinds: Vec<Value> = out
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
+    let of = |kind: &str| {
+        let row = kinds.iter().find(|row| row["fault"] == kind).unwrap();
+        row["success"].as_f64().unwrap()
+    };
+    // A script that can't try again fails where its one command was refused.
+    assert!(
+        (of("none") - 1.0).abs() < 1e-9 && of("permission_denied") < 0.9,
+        "{out}"
+    );
+
+    // Killed and resumed elsewhere, the same calls meet the same faults.
+    let other = Yard::new(&settings);
+    other.dies(&["rollout"], "mid_call:30");
+    other.ok(&["rollout"]);
+    let known = |rows: Vec<Value>| -> BTreeSet<String> {
+        rows.into_iter().map(|row| row.to_string()).collect()
+    };
+    let unknown =
+        other.rows("SELECT count(*) AS n FROM tool_calls WHERE outcome = 'outcome_unknown'");
+    let (whole, resumed) = (known(schedule), known(other.rows(met)));
+    assert!(resumed.is_subset(&whole));
+    // What was under way when it died has no result, and so no fault.
+    assert!((whole.len() - resumed.len()) as i64 <= unknown[0]["n"].as_i64().unwrap());
+    // Without faults it is another run.
+    let (out, _) = yard.ok(&[
+        "--set",
+        "faults.permission_denied=0",
+        "--set",
+        "faults.truncated_output=0",
+        "rollout",
+    ]);
+    assert!(!out.contains("faults"), "{out}");
+    assert_eq!(
+        yard.rows("SELECT count(DISTINCT run_id) AS n FROM episodes")[0]["n"],
+        2
+    );
+}
+
+#[test]
+fn episodes_are_replayed_and_branched() {
+    let yard = Yard::new(&[
+        "policy.kind=expert",
+        "tasks.train=14",
+        "tasks.samples=1",
+        "faults.truncated_output=0.5",
+    ]);
+    yard.ok(&["rollout"]);
+    let ids: Vec<String> = yard
+        .rows("SELECT episode_id FROM episodes ORDER BY episode_id")
+        .iter()
+        .map(|row| row["episode_id"].as_str().unwrap().to_owned())
+        .collect();
+    // With other settings on the command line: those of the record count.
+    for id in &ids[..4] {
+        let (out, _) = yard.ok(&["--set", "tasks.train=1", "--set", "seed=3", "replay", id]);
+        assert!(
+            out.contains("2 the same") && out.contains(" 0 different"),
+            "{out}"
+        );
+    }
+    let (out, _) = yard.ok(&["replay", &ids[0][..12], "--until", "0", "--json"]);
+    let json: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(
+        (
+            &json["same"],
+            &json["episode_id"],
+            json["calls"].as_array().unwrap().len()
+        ),
+        (&Value::from(true), &Value::from(ids[0].as_str()), 1)
+    );
+    yard.fails(&["replay", "nothing"], 20, &["nothing", "episode_outcomes"]);
+    yard.fails(&["branch", &ids[0], "--at", "7"], 2, &["rollout.max_steps"]);
+
+    let (out, _) = yard.ok(&["branch", &ids[0], "--at", "1", "--n", "3"]);
+    assert!(out.contains("3 episodes from step 1"), "{out}");
+    let branched = yard.rows(
+        "SELECT parent_episode_id AS parent, count(*) AS n, count(DISTINCT group_id) AS groups, min(n_steps) AS steps FROM episodes
+         WHERE parent_episode_id IS NOT NULL GROUP BY parent_episode_id",
+    );
+    assert_eq!(branched.len(), 1);
+    let row = &branched[0];
+    assert_eq!(row["parent"], Value::from(ids[0].as_str()));
+    assert_eq!(
+        (&row["n"], &row["groups"], &row["steps"]),
+        (&Value::from(3), &Value::from(1), &Value::from(3))
+    );
+    let shared = yard.rows(
+        "SELECT count(*) AS n FROM episodes p JOIN episodes b ON p.group_id = b.group_id WHERE p.parent_episode_id IS NULL AND b.parent_episode_id IS NOT NULL",
+    );
+    assert_eq!(shared[0]["n"], 0, "a branch is in its parent's group");
+    let (out, _) = yard.ok(&["branch", &ids[0], "--at", "1", "--n", "3"]);
+    assert!(out.contains("3 of them were in the lake already"), "{out}");
+}
+
+/// An episode whose second call prints what is drawn anew each time.
+#[test]
+fn a_replay_that_differs_says_where() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let endpoint = runtime
+        .block_on(FakeEndpoint::start(|request| match request.turn {
+            0 => Answer::call("execute_shell", &json!({ "command": "date; ls -l" })),
+            1 => Answer::call(
+                "execute_shell",
+                &json!({ "command": "head -c 8 /dev/urandom | od -An -tx1 | tee drawn" }),
+            ),
+            _ => Answer::call("submit", &json!({})),
+        }))
+        .unwrap();
+    let url = format!("policy.base_url={}", endpoint.base_url());
+    let yard = Yard::new(&[
+        "policy.kind=openai",
+        &url,
+        "policy.model=fake",
+        "tasks.train=1",
+        "tasks.samples=1",
+    ]);
+    yard.ok(&["rollout"]);
+    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    yard.ok(&["replay", &id, "--until", "0"]);
+    let output = yard.run(&["replay", &id]);
+    let (out, err) = texts(&output);
+    assert_eq!(output.status.code(), Some(13), "{out}\n{err}");
+    for word in [
+        "step 1 call 0 execute_shell",
+        "DIFFERS",
+        "stdout: recorded",
+        "file drawn: recorded created",
+        "1 different",
+    ] {
+        assert!(out.contains(word), "no '{word}' in:\n{out}");
+    }
+    yard.fails(
+        &["branch", &id, "--at", "2"],
+        12,
+        &["step 2", "earlier step"],
+    );
+    let (out, _) = yard.ok(&["branch", &id, "--at", "1", "--n", "2"]);
+    assert!(out.contains("2 episodes from step 1"), "{out}");
+}
+
+#[test]
 fn bad_input_ends_with_its_code_and_a_way_out() {
     let yard = Yard::new(&SMALL);
     yard.fails(
         &["--set", "train.learning_rate=1", "rollout"],
         2,
         &["train", "learning_rate"],
+    );
+    yard.fails(
+        &["--set", "faults.slow=2", "rollout"],
+        2,
+        &["faults.slow", "between 0 and 1"],
+    );
+    yard.fails(
+        &[
+            "--set",
+            "faults.slow={ rate = 1, tools = [\"sleep\"] }",
+            "rollout",
+        ],
+        2,
+        &["faults.slow.tools", "sleep", "execute_shell"],
     );
     yard.fails(
         &["--set", "tasks.set=nope", "rollout"],

@@ -113,23 +113,12 @@ mod tests {
                 CallOutcome::Error
             },
             exit_code: Some(code),
-            signal: None,
             stdout: stdout.into(),
             stderr: stderr.into(),
             stdout_bytes: stdout.len() as u64,
             stderr_bytes: stderr.len() as u64,
             wall: Duration::from_millis(3),
-            cpu: None,
-            user: Duration::ZERO,
-            system: Duration::ZERO,
-            peak_memory: None,
-            read_bytes: None,
-            written_bytes: None,
-            oom_kills: 0,
-            survivors: false,
-            files_changed: Vec::new(),
-            network: Vec::new(),
-            state_lost: false,
+            ..CallResult::default()
         }
     }
 

@@ -329,7 +329,7 @@ fn report(start: &Start, driver: &Driver, mode: Mode, devices: usize) -> Vec<Lim
         Holds::Yes,
         if driver.has(Controller::Pids) {
             format!(
-                "{} and RLIMIT_NPROC of its user namespace",
+                "{}; behind it, at twice as many, RLIMIT_NPROC of its user namespace",
                 driver.how(Controller::Pids)
             )
         } else {

@@ -15,6 +15,8 @@ pub const QA_BLOCKED: u8 = 10;
 pub const NOTHING_TO_DO: u8 = 11;
 /// A gate refused (provenance before training, release).
 pub const REFUSED: u8 = 12;
+/// A replay differs from what was recorded.
+pub const DIFFERS: u8 = 13;
 /// Input is missing or unreadable.
 pub const INPUT: u8 = 20;
 /// Output can't be written: disk full, permissions.

@@ -9,11 +9,13 @@
 //! It knows no stage: what a stage does lives in the crate of that stage, and the order of stages in the front door.
 
 pub mod exit;
+mod faults;
 mod pipeline;
 mod record;
 mod ui;
 
 pub use exit::Failure;
+pub use faults::{FaultRate, FaultsConfig};
 pub use pipeline::{
     CreditConfig, EvalConfig, ImportConfig, LimitsConfig, Method, Pipeline, PolicyConfig,
     PolicyKind, QaConfig, RewardScheme, RolloutConfig, SandboxSettings, TasksConfig, TrainConfig,

@@ -3,8 +3,8 @@
 use camino::{Utf8Path, Utf8PathBuf};
 use serde::{Deserialize, Serialize};
 
-use crate::Failure;
 use crate::exit::{INPUT, USAGE};
+use crate::{Failure, FaultsConfig};
 
 /// A pipeline: which tasks, which policy, which rewards, which training, which gates. One TOML file, read top to bottom in stage order.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -30,6 +30,9 @@ pub struct Pipeline {
     /// Where they run.
     #[serde(default)]
     pub sandbox: SandboxSettings,
+    /// Faults injected on purpose.
+    #[serde(default)]
+    pub faults: FaultsConfig,
     /// Where recorded trajectories come from, for pipelines that import instead of rolling out.
     #[serde(default)]
     pub import: ImportConfig,
@@ -106,6 +109,8 @@ pub struct PolicyConfig {
     pub mistake_rate: f64,
     /// Threads of the embedded server.
     pub threads: usize,
+    /// Seconds that one answer of an endpoint may take, the wait for its queue included.
+    pub timeout_s: f64,
 }
 
 impl Default for PolicyConfig {
@@ -120,6 +125,7 @@ impl Default for PolicyConfig {
             max_tokens: 96,
             mistake_rate: 0.55,
             threads: 2,
+            timeout_s: 300.0,
         }
     }
 }
@@ -150,8 +156,16 @@ impl Default for RolloutConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SandboxSettings {
-    /// `local`.
+    /// `local`, or `docker` for containers of the engine that DOCKER_HOST names.
     pub backend: String,
+    /// Hosts that tools may reach, such as `pypi.org:443`; none by default.
+    pub network: Vec<String>,
+    /// Folder in which answers to plain HTTP GETs are kept, so that later episodes get the same; none when empty.
+    pub network_cache: Utf8PathBuf,
+    /// Limits without which nothing is run, by their names in `drillyard limits`; `all` for every one.
+    pub require_limits: Vec<String>,
+    /// How many times over memory may be promised to sandboxes, from 1 to 2; what they are measured to use decides.
+    pub oversubscription: f64,
     /// What a sandbox may use.
     pub limits: LimitsConfig,
 }
@@ -160,6 +174,10 @@ impl Default for SandboxSettings {
     fn default() -> Self {
         Self {
             backend: "local".to_owned(),
+            network: Vec::new(),
+            network_cache: Utf8PathBuf::new(),
+            require_limits: Vec::new(),
+            oversubscription: 2.0,
             limits: LimitsConfig::default(),
         }
     }
@@ -179,6 +197,10 @@ pub struct LimitsConfig {
     pub memory_mib: u64,
     /// Private disk (work directory and /tmp).
     pub disk_mib: u64,
+    /// Files on it.
+    pub files: u64,
+    /// Disk traffic a second, reading and writing each; 0 for no limit.
+    pub io_mib_s: u64,
     /// Processes.
     pub processes: u64,
     /// Output of one call kept.
@@ -192,7 +214,9 @@ impl Default for LimitsConfig {
             episode_s: 600.0,
             cpus: 2.0,
             memory_mib: 4096,
-            disk_mib: 1024,
+            disk_mib: 10_240,
+            files: 100_000,
+            io_mib_s: 0,
             processes: 256,
             output_kib: 1024,
         }
@@ -410,6 +434,8 @@ impl Pipeline {
         for text in overrides {
             apply(&mut table, text)?;
         }
+        sections(&table, &default_table(), "")
+            .map_err(|why| Failure::new(USAGE, format!("{origin}: {why}")))?;
         let pipeline: Self =
             serde_path_to_error::deserialize(toml::Value::Table(table)).map_err(|e| {
                 let path = e.path().to_string();
@@ -463,7 +489,7 @@ impl Pipeline {
         const TINY: f64 = 1e-12;
         let count = |n: usize| n as f64;
         let (tasks, policy, rollout) = (&self.tasks, &self.policy, &self.rollout);
-        let (limits, credit) = (&self.sandbox.limits, &self.credit);
+        let (limits, faults, credit) = (&self.sandbox.limits, &self.faults, &self.credit);
         let (train, eval) = (&self.train, &self.eval);
         vec![
             ("tasks.train", count(tasks.train), 1.0, 10.0 * MILLION),
@@ -472,6 +498,7 @@ impl Pipeline {
             ("policy.max_tokens", policy.max_tokens.into(), 1.0, MILLION),
             ("policy.mistake_rate", policy.mistake_rate, 0.0, 1.0),
             ("policy.threads", count(policy.threads), 1.0, 1024.0),
+            ("policy.timeout_s", policy.timeout_s, 0.1, 86_400.0),
             (
                 "rollout.concurrency",
                 count(rollout.concurrency),
@@ -506,6 +533,24 @@ impl Pipeline {
                 100.0 * MILLION,
             ),
             (
+                "sandbox.limits.files",
+                limits.files as f64,
+                16.0,
+                100.0 * MILLION,
+            ),
+            (
+                "sandbox.limits.io_mib_s",
+                limits.io_mib_s as f64,
+                0.0,
+                MILLION,
+            ),
+            (
+                "sandbox.oversubscription",
+                self.sandbox.oversubscription,
+                1.0,
+                2.0,
+            ),
+            (
                 "sandbox.limits.processes",
                 limits.processes as f64,
                 4.0,
@@ -517,6 +562,32 @@ impl Pipeline {
                 1.0,
                 4.0 * MILLION,
             ),
+            ("faults.slow", faults.slow.rate, 0.0, 1.0),
+            (
+                "faults.permission_denied",
+                faults.permission_denied.rate,
+                0.0,
+                1.0,
+            ),
+            (
+                "faults.network_failure",
+                faults.network_failure.rate,
+                0.0,
+                1.0,
+            ),
+            (
+                "faults.concurrent_change",
+                faults.concurrent_change.rate,
+                0.0,
+                1.0,
+            ),
+            (
+                "faults.truncated_output",
+                faults.truncated_output.rate,
+                0.0,
+                1.0,
+            ),
+            ("faults.disk_full", faults.disk_full.rate, 0.0, 1.0),
             ("qa.block_above", self.qa.block_above, 0.0, 1.0),
             ("credit.gamma", credit.gamma, 0.0, 1.0),
             (
@@ -568,6 +639,31 @@ impl Pipeline {
     }
 }
 
+/// A pipeline of defaults, as TOML: it tells what is a section.
+fn default_table() -> toml::Table {
+    toml::from_str::<Pipeline>("name = \"default\"")
+        .ok()
+        .and_then(|pipeline| toml::Table::try_from(pipeline).ok())
+        .unwrap_or_default()
+}
+
+/// What is a section must be a table: an array would be taken for its fields in order.
+fn sections(given: &toml::Table, known: &toml::Table, parent: &str) -> Result<(), String> {
+    for (key, value) in given {
+        if let Some(toml::Value::Table(known)) = known.get(key) {
+            let Some(value) = value.as_table() else {
+                return Err(format!(
+                    "{parent}{key}: is a section, not {}; set its keys, such as {parent}{key}.{}",
+                    value.type_str(),
+                    known.keys().next().map_or("KEY", String::as_str)
+                ));
+            };
+            sections(value, known, &format!("{parent}{key}."))?;
+        }
+    }
+    Ok(())
+}
+
 /// Applies one `a.b=value` override; the value is TOML, or else text.
 fn apply(table: &mut toml::Table, text: &str) -> Result<(), Failure> {
     let Some((path, value)) = text.split_once('=') else {
@@ -576,6 +672,15 @@ fn apply(table: &mut toml::Table, text: &str) -> Result<(), Failure> {
             format!("--set {text}: expected key=value"),
         ));
     };
+    if !value.is_empty()
+        && value.bytes().all(|b| b.is_ascii_digit())
+        && value.parse::<i64>().is_err()
+    {
+        return Err(Failure::new(
+            USAGE,
+            format!("--set {text}: whole numbers go up to {}", i64::MAX),
+        ));
+    }
     let value = toml::from_str::<toml::Table>(&format!("v = {value}"))
         .ok()
         .and_then(|mut t| t.remove("v"))
@@ -629,6 +734,19 @@ mod tests {
         let nowhere = Pipeline::parse("name = 'p'", "p.toml", &["yard=".to_owned()]).unwrap_err();
         assert!(nowhere.message.contains("yard"), "{}", nowhere.message);
         Pipeline::parse("name = 'p'", "p.toml", &[]).unwrap();
+    }
+
+    #[test]
+    fn a_section_is_a_table() {
+        for (set, key) in [
+            ("tasks=[]", "tasks"),
+            ("sandbox.limits=3", "sandbox.limits"),
+            ("seed=18446744073709551615", "seed"),
+        ] {
+            let failure = Pipeline::parse("name = 'p'", "p.toml", &[set.to_owned()]).unwrap_err();
+            assert_eq!(failure.code, USAGE);
+            assert!(failure.message.contains(key), "{}", failure.message);
+        }
     }
 
     #[test]

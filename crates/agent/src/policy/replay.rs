@@ -28,6 +28,12 @@ impl Recording {
         self.turns.insert((task, sample_index), turns);
     }
 
+    /// The turns of one sample, in order.
+    pub(crate) fn turns(&self, task: &TaskId, sample_index: u32) -> &[ReplayTurn] {
+        let key = (task.clone(), sample_index);
+        self.turns.get(&key).map_or(&[], Vec::as_slice)
+    }
+
     /// The recording that rows of the lake hold. Rows of episodes that are not among `episodes` are left out; of several attempts at
     /// a sample the last one counts.
     pub fn from_rows(episodes: &[EpisodeRow], steps: &[StepRow], tokens: &[TokenRow]) -> Self {

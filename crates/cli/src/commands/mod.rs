@@ -7,5 +7,6 @@ pub(crate) mod import;
 pub(crate) mod limits;
 pub(crate) mod loop_;
 pub(crate) mod nights;
+pub(crate) mod replay;
 pub(crate) mod report;
 pub(crate) mod sql;

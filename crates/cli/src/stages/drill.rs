@@ -9,16 +9,18 @@ use crate::context::{Context, Run, absolute};
 use crate::endpoint::Endpoint;
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_agent::{
-    OpenAiConfig, Policy, RolloutOptions, RolloutSummary, Sampling, Shard, Stop, ToolProtocol,
-    rollout,
+    Branch, OpenAiConfig, Policy, RolloutOptions, RolloutSummary, Sampling, Shard, Stop,
+    ToolProtocol, rollout,
 };
 use drillyard_gym::{TaskSet, Toolset, task_set};
 use drillyard_render::Tokenizer;
-use drillyard_sandbox::{Image, Limits, Pool, SandboxConfig};
+use drillyard_sandbox::{AllowList, Image, Limits, LimitsReport, Network, Pool, SandboxConfig};
 use drillyard_schema::{Purpose, Split, Task};
-use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, OUTPUT, USAGE};
-use drillyard_stage::{Failure, Pipeline, PolicyConfig, PolicyKind};
+use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, OUTPUT, REFUSED, USAGE};
+use drillyard_stage::{Failure, Pipeline, PolicyConfig, PolicyKind, SandboxSettings};
 use serde::Deserialize;
+
+use super::faults::fault_plan;
 
 /// A policy as a run knows it before anything is started.
 #[derive(Debug, Clone)]
@@ -211,10 +213,19 @@ impl Drill<'_> {
     /// # Errors
     /// A policy, sandbox or lake that can't be used, or a stop by the user.
     pub(crate) async fn execute(&self) -> Result<RolloutSummary, Failure> {
+        self.execute_from(None).await
+    }
+
+    /// The same, every episode leaving a recorded one.
+    ///
+    /// # Errors
+    /// As [`Self::execute`].
+    pub(crate) async fn execute_from(
+        &self,
+        branch: Option<Branch>,
+    ) -> Result<RolloutSummary, Failure> {
         let pipeline = &self.context.pipeline;
-        let pool = Pool::start(sandbox_config(pipeline)?)
-            .await
-            .map_err(|e| Failure::from_error(ENVIRONMENT, &e))?;
+        let pool = sandboxes(self.context).await?;
         let (policy, endpoint) = self
             .policy
             .start(self.context, pipeline.rollout.concurrency)
@@ -247,6 +258,8 @@ impl Drill<'_> {
             tokenizer,
             shard: Shard { index, count },
             artifacts_dir: Some(self.context.dir("artifacts")?),
+            faults: fault_plan(pipeline, self.purpose)?,
+            branch,
             stop: stop.clone(),
             ..RolloutOptions::new(
                 self.run.run_id.clone(),
@@ -296,6 +309,40 @@ impl Drill<'_> {
     }
 }
 
+/// Starts the sandboxes of the pipeline, says which limits hold, and refuses where one that is required does not.
+///
+/// # Errors
+/// A host that forbids isolation, an engine that does not answer, a required limit that does not hold.
+pub(crate) async fn sandboxes(context: &Context) -> Result<Pool, Failure> {
+    let pool = Pool::start(sandbox_config(&context.pipeline)?)
+        .await
+        .map_err(|e| sandbox_failure(&e))?;
+    context.limits_once(pool.limits());
+    require(&context.pipeline, pool.limits())?;
+    Ok(pool)
+}
+
+/// Refuses where a limit that the pipeline requires does not hold.
+///
+/// # Errors
+/// The limits that do not hold, why, and the way out.
+pub(crate) fn require(pipeline: &Pipeline, limits: &LimitsReport) -> Result<(), Failure> {
+    let required = pipeline.sandbox.require_limits.iter();
+    let required: Vec<&str> = required.map(String::as_str).collect();
+    limits.require(&required).map_err(|e| sandbox_failure(&e))
+}
+
+/// What the sandboxes' errors are to the front door.
+pub(crate) fn sandbox_failure(error: &drillyard_sandbox::SandboxError) -> Failure {
+    use drillyard_sandbox::SandboxError;
+    let code = match error {
+        SandboxError::Config { .. } => USAGE,
+        SandboxError::LimitsDoNotHold { .. } => REFUSED,
+        _ => ENVIRONMENT,
+    };
+    Failure::from_error(code, error)
+}
+
 /// The settings of the sandboxes as the sandbox crate takes them.
 pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failure> {
     let settings = &pipeline.sandbox;
@@ -307,14 +354,28 @@ pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failu
         .hint("the backends are \"local\" and \"docker\""));
     }
     let limits = &settings.limits;
+    let network = if settings.network.is_empty() {
+        Network::None
+    } else {
+        let mut list =
+            AllowList::parse(&settings.network).map_err(|e| Failure::from_error(USAGE, &e))?;
+        if !settings.network_cache.as_str().is_empty() {
+            list.cache = Some(absolute(&settings.network_cache)?);
+        }
+        Network::Allow(list)
+    };
     Ok(SandboxConfig {
         backend: settings.backend.clone(),
         image: Image::Host,
+        network,
+        oversubscription: settings.oversubscription,
         limits: Limits {
             call_timeout: Duration::from_secs_f64(limits.call_s),
             episode_timeout: Duration::from_secs_f64(limits.episode_s),
             memory_bytes: limits.memory_mib << 20,
             disk_bytes: limits.disk_mib << 20,
+            files: limits.files,
+            io_bytes_per_s: (limits.io_mib_s > 0).then_some(limits.io_mib_s << 20),
             pids: limits.processes,
             output_bytes: limits.output_kib << 10,
             cpus: limits.cpus,
@@ -337,7 +398,7 @@ fn shard_of_environment() -> Option<(u32, u32)> {
         .filter(|(index, count)| index < count)
 }
 
-fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
+pub(crate) fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
     use drillyard_agent::AgentError;
     match error {
         AgentError::Policy(_) => Failure::from_error(ENVIRONMENT, error)
@@ -431,7 +492,12 @@ pub(crate) fn deciding(
         ),
         (
             "sandbox".to_owned(),
-            json(serde_json::to_string(&pipeline.sandbox)),
+            json(serde_json::to_string(&SandboxSettings {
+                // What a host must grant, and how full it may get, decides no episode.
+                require_limits: Vec::new(),
+                oversubscription: 1.0,
+                ..pipeline.sandbox.clone()
+            })),
         ),
         (
             "agent".to_owned(),

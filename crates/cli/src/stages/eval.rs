@@ -13,6 +13,7 @@ use drillyard_stage::{Failure, Outcome, Stage};
 use serde_json::json;
 
 use super::drill::{Drill, PolicySpec, deciding, named_task_set, tasks};
+use super::faults;
 use crate::context::{Context, Run};
 
 /// Measures policies on tasks of one split.
@@ -74,13 +75,14 @@ impl<'a> EvalStage<'a> {
         let mut inputs = BTreeMap::new();
         let mut with_runs = Vec::new();
         for (index, policy) in policies.into_iter().enumerate() {
-            let more = BTreeMap::from([
+            let mut more = BTreeMap::from([
                 ("split", split.to_string()),
                 ("seed", seed.to_string()),
                 ("tasks", tasks.to_string()),
                 ("unseen_tasks", unseen_tasks.to_string()),
                 ("samples", samples.to_string()),
             ]);
+            more.extend(faults::decides(&context.pipeline.faults, true));
             let parts = deciding(&context.pipeline, &policy, &more)?;
             let flat: Vec<&str> = parts
                 .iter()

@@ -7,6 +7,7 @@ use drillyard_stage::{Failure, Outcome, Stage};
 use serde_json::json;
 
 use super::drill::{Drill, PolicySpec, deciding, tasks};
+use super::faults;
 use crate::context::{Context, Run};
 
 /// Runs the pipeline's training tasks.
@@ -25,11 +26,12 @@ impl<'a> RolloutStage<'a> {
     ) -> Result<Self, Failure> {
         let pipeline = &context.pipeline;
         let seed = pipeline.seed.wrapping_add(round.wrapping_mul(0x9E37_79B9));
-        let more = BTreeMap::from([
+        let mut more = BTreeMap::from([
             ("seed", seed.to_string()),
             ("tasks", pipeline.tasks.train.to_string()),
             ("samples", pipeline.tasks.samples.to_string()),
         ]);
+        more.extend(faults::decides(&pipeline.faults, false));
         let inputs = deciding(pipeline, &policy, &more)?;
         let parts: Vec<&str> = inputs
             .iter()
@@ -77,7 +79,7 @@ impl Stage for RolloutStage<'_> {
             .snapshot()
             .await
             .map_err(|e| Failure::from_error(drillyard_stage::exit::INPUT, &e))?;
-        let figures = json!({
+        let mut figures = json!({
             "policy": self.drill.policy.name,
             "tasks": self.drill.tasks.len(),
             "episodes": summary.done + summary.earlier,
@@ -89,6 +91,12 @@ impl Stage for RolloutStage<'_> {
             "tokens_per_second": summary.generated_tokens as f64 / summary.wall_s.max(1e-3),
             "end_reasons": summary.end_reasons,
         });
+        if self.drill.context.pipeline.faults.are_on()
+            && let Some(figures) = figures.as_object_mut()
+        {
+            let lake = &self.drill.context.lake;
+            figures.extend(faults::figures(lake, &self.drill.run.run_id).await?);
+        }
         let written = json!({ "episodes": snapshot.versions().get("episodes") });
         Ok(Outcome {
             read: BTreeMap::new(),
