@@ -254,12 +254,3 @@ pub fn started(pid: u32) -> Option<String> {
     let rest = &stat[stat.rfind(')')? + 1..];
     rest.split_whitespace().nth(19).map(str::to_owned)
 }
-
-/// When a process started, as text; nothing if it does not live.
-pub fn start_time(pid: &str) -> Option<String> {
-    let stat = fs_err::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name, in brackets, may hold anything; fields are counted after its end.
-    let end = stat.rfind(')')?;
-    let started = stat[end + 1..].split_whitespace().nth(19)?;
-    Some(started.to_owned())
-}
