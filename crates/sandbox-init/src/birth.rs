@@ -47,13 +47,14 @@ pub const KEPT: u64 = CAP_CHOWN
     | CAP_SETUID;
 
 /// Kernel files that change the machine: not to be written.
-const READ_ONLY: [&str; 6] = [
+const READ_ONLY: [&str; 7] = [
     "/proc/sys",
     "/proc/sysrq-trigger",
     "/proc/irq",
     "/proc/bus",
     "/proc/fs",
     "/proc/mtrr",
+    "/proc/pressure",
 ];
 /// Kernel files that show memory, keys and addresses, some without end, and the host's numbers (of locks whose holder has
 /// ended): not to be read.

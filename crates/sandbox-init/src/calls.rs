@@ -26,6 +26,8 @@ const NO_SETUP: u8 = 2;
 /// Read from a tool's pipes at once.
 const CHUNK: usize = 16 << 10;
 
+const NUL: &str = "an argument holds a NUL byte";
+
 enum Tool<'a> {
     Program {
         candidates: Vec<CString>,
@@ -83,7 +85,6 @@ fn prepare<'a>(
 ) -> Result<(Tool<'a>, &'a [u8]), String> {
     // Words no system call can carry are the caller's mistake, like a program that isn't there.
     let impossible = |why| Ok((Tool::Impossible(why), &[][..]));
-    const NUL: &str = "an argument holds a NUL byte";
     let nul = |_| String::from(NUL);
     let outside = || String::from("content lies outside the message");
     let env = || {

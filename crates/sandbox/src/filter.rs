@@ -204,7 +204,7 @@ pub fn program() -> Result<Vec<u8>, String> {
         rules.insert(call, vec![rule(vec![condition(0, Op::Eq, 1)?])?]);
     }
     for (call, by_user) in [
-        (libc::SYS_setpriority, libc::PRIO_USER as u64),
+        (libc::SYS_setpriority, u64::from(libc::PRIO_USER)),
         (libc::SYS_ioprio_set, 3),
     ] {
         let supervisor = rule(vec![condition(1, Op::Eq, 1)?])?;
@@ -215,7 +215,7 @@ pub fn program() -> Result<Vec<u8>, String> {
     }
     // Huge pages by the other two ways to them (see mmap below).
     for (call, argument, flag) in [
-        (libc::SYS_memfd_create, 1, libc::MFD_HUGETLB as u64),
+        (libc::SYS_memfd_create, 1, u64::from(libc::MFD_HUGETLB)),
         (libc::SYS_shmget, 2, libc::SHM_HUGETLB as u64),
     ] {
         let huge = rule(vec![condition(argument, Op::MaskedEq(flag), flag)?])?;

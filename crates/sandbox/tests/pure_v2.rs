@@ -190,6 +190,7 @@ fn kernel(dir: &Path) -> Result<PathBuf, String> {
         .ok_or("apt-get download left no package")?;
     run("dpkg", &["-x", file.to_str().unwrap(), "kernel"], dir)?;
     fs::remove_file(file).unwrap();
+    let _ = fs::remove_dir_all(dir.join("kernel/lib"));
     unpacked().ok_or_else(|| format!("{package} holds no kernel"))
 }
 

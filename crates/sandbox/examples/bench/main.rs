@@ -388,10 +388,19 @@ fn kernel_kib() -> Outcome<u64> {
 
 /// Processes of this program's sandboxes, and the memory in KiB that is theirs: shared pages count in part.
 fn supervisors() -> Outcome<(usize, u64)> {
+    let own = std::process::id();
+    let parent = |pid: u32| -> Option<u32> {
+        let status = std::fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+        let line = status.lines().find_map(|l| l.strip_prefix("PPid:"))?;
+        line.trim().parse().ok()
+    };
     let (mut count, mut kib) = (0, 0);
     for entry in std::fs::read_dir("/proc")?.flatten() {
-        let comm = std::fs::read_to_string(entry.path().join("comm")).unwrap_or_default();
-        if comm.trim_end() != "drillyard-sandb" {
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse().ok()) else {
+            continue;
+        };
+        // PID 1 of a sandbox is a child of the helper's second process.
+        if parent(pid).and_then(parent).and_then(parent) != Some(own) {
             continue;
         }
         let memory = std::fs::read_to_string(entry.path().join("smaps_rollup")).unwrap_or_default();

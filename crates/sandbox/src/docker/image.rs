@@ -97,12 +97,15 @@ pub async fn prepare(
             )
         }
     };
-    // Devices and what belongs to them is the engine's to make.
-    let binds: Vec<Bind> = binds
-        .into_iter()
-        .filter(|b| !b.inside.starts_with("/dev/"))
-        .collect();
+    // Devices and what belongs to them is the engine's to make; what lies where sandboxes have files of their own is hidden
+    // by them, as in any other sandbox.
     content.links.retain(|l| !l.inside.starts_with("/dev/"));
+    let hidden = |path: &str| {
+        let hiding = COVERED.iter().map(|c| format!("/{c}"));
+        let mut hiding = hiding.chain(content.links.iter().map(|l| l.inside.clone()));
+        hiding.any(|over| Utf8Path::new(path).starts_with(over))
+    };
+    let binds: Vec<Bind> = binds.into_iter().filter(|b| !hidden(&b.inside)).collect();
     for bind in &binds {
         let directory = Utf8Path::new(&bind.host).is_dir();
         content.points.insert(bind.inside.clone(), directory);

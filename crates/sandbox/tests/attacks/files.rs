@@ -8,6 +8,7 @@ use drillyard_sandbox::{Call, CallOutcome, Kind, Sandbox, SandboxError, Setup};
 
 use crate::yard::{
     Canary, MIB, Outcome, Yard, exec, output, python, python_result, shell, shell_for, text,
+    thorough,
 };
 
 async fn read(sandbox: &mut Sandbox, path: &str) -> Result<String, String> {
@@ -199,7 +200,7 @@ pub async fn swap(yard: Arc<Yard>) -> Outcome {
         .unwrap_or(0);
     assert!(swaps > 100, "{swaps} swaps");
     yard.control("hundreds of swaps took place during its call");
-    let rounds = if thorough_rounds() { 3000 } else { 60 };
+    let rounds = if thorough() { 3000 } else { 60 };
     for round in 0..rounds {
         if let Ok(said) = read(&mut sandbox, &format!("d/{}", canary.words)).await {
             assert_eq!(
@@ -254,10 +255,6 @@ pub async fn swap(yard: Arc<Yard>) -> Outcome {
     sandbox.close().await;
     branch.close().await;
     Outcome::Holds
-}
-
-fn thorough_rounds() -> bool {
-    crate::yard::thorough()
 }
 
 pub async fn special(yard: Arc<Yard>) -> Outcome {

@@ -74,7 +74,7 @@ impl fmt::Display for Matrix {
         for (target, latency) in &self.latencies {
             writeln!(
                 f,
-                "{target}: fork and exec on the host meanwhile: {latency}"
+                "{target}: fork and exec on the host meanwhile (50 ms at p99 is the target): {latency}"
             )?;
         }
         Ok(())

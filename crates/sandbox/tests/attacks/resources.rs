@@ -286,7 +286,7 @@ fn free() -> Vec<(u64, u64)> {
     ["/", "/dev/shm", "/tmp"]
         .iter()
         .filter_map(|p| rustix::fs::statvfs(*p).ok())
-        .map(|s| (s.f_bfree * s.f_frsize >> 20, s.f_ffree >> 10))
+        .map(|s| ((s.f_bfree * s.f_frsize) >> 20, s.f_ffree >> 10))
         .collect()
 }
 

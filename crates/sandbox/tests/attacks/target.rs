@@ -13,7 +13,7 @@ use tempfile::TempDir;
 
 use crate::ATTACKS;
 use crate::probe::{Latency, Probe};
-use crate::yard::{Attack, Outcome, Yard};
+use crate::yard::{Attack, Outcome, Yard, thorough};
 
 /// A kind of sandbox, made by someone.
 pub struct Target {
@@ -57,8 +57,8 @@ pub const SECRET: (&str, &str) = ("DRILLYARD_ATTACK_SECRET", "secret-of-the-atta
 pub const PLANTED: &str = "DRILLYARD_ATTACK_PLANTED";
 /// Somebody who is nobody on this host.
 pub const ORDINARY_ID: u32 = 64_321;
-/// No attack takes longer.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// No attack takes longer, and no long variant ten times as long.
+const PATIENCE: Duration = Duration::from_mins(1);
 
 #[derive(Serialize, Deserialize)]
 enum Said {
@@ -195,11 +195,11 @@ fn open_dir_for_all(parent: &Path) -> TempDir {
     dir
 }
 
-/// A program in reach of sandboxes that the host would run as root.
+/// A program in reach of sandboxes that the host would run as root: one that only says who runs it.
 fn plant() -> TempDir {
     let dir = open_dir_for_all(Path::new("/opt"));
-    let to = dir.path().join("cat");
-    std::fs::copy("/bin/cat", &to).unwrap();
+    let to = dir.path().join("id");
+    std::fs::copy("/usr/bin/id", &to).unwrap();
     std::fs::set_permissions(&to, PermissionsExt::from_mode(0o6755)).unwrap();
     dir
 }
@@ -224,6 +224,7 @@ pub fn work(name: &str) -> ExitCode {
     };
     say(&Said::Ready);
     let mut took = Vec::new();
+    let patience = PATIENCE * if thorough() { 10 } else { 1 };
     for order in std::io::stdin().lines().map_while(Result::ok) {
         let Ok(number) = order.parse::<u32>() else {
             say(&Said::Latency(Latency::of(took.clone())));
@@ -235,7 +236,7 @@ pub fn work(name: &str) -> ExitCode {
         let outcome = runtime.block_on(async {
             let task = tokio::spawn((attack.run)(Arc::clone(&yard)));
             let stop = task.abort_handle();
-            match tokio::time::timeout(PATIENCE, task).await {
+            match tokio::time::timeout(patience, task).await {
                 Ok(Ok(outcome)) => yard.judge(outcome),
                 Ok(Err(error)) => Outcome::Fails {
                     why: panic_text(error),
@@ -243,7 +244,7 @@ pub fn work(name: &str) -> ExitCode {
                 Err(_) => {
                     stop.abort();
                     Outcome::Fails {
-                        why: format!("not over after {} s", PATIENCE.as_secs()),
+                        why: format!("not over after {} s", patience.as_secs()),
                     }
                 }
             }

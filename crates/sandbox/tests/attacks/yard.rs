@@ -78,6 +78,15 @@ impl Yard {
             let mode = if target.ordinary { "user" } else { "root" };
             assert_eq!(pool.limits().mode, mode);
         }
+        // Most attacks are written in it.
+        let mut sandbox = pool.lease(&Setup::default()).await?;
+        let python = exec(&mut sandbox, &["python3", "-c", "import ctypes"]).await;
+        sandbox.close().await;
+        if python.outcome != CallOutcome::Ok {
+            return Err(SandboxError::Refused {
+                message: format!("its image has no Python: {}", text(&python.stderr)),
+            });
+        }
         Ok(Self {
             target,
             pool,
@@ -191,10 +200,10 @@ pub async fn shell_for(sandbox: &mut Sandbox, ms: u64, command: impl Into<String
 
 /// Standard output of a command that must succeed.
 pub async fn output(sandbox: &mut Sandbox, command: &str) -> String {
-    said_well(shell(sandbox, command).await, command)
+    said_well(&shell(sandbox, command).await, command)
 }
 
-fn said_well(result: CallResult, what: &str) -> String {
+fn said_well(result: &CallResult, what: &str) -> String {
     assert_eq!(
         result.outcome,
         CallOutcome::Ok,
@@ -247,7 +256,7 @@ pub async fn python_result(sandbox: &mut Sandbox, code: &str) -> CallResult {
 
 /// Standard output of Python inside that must succeed.
 pub async fn python(sandbox: &mut Sandbox, code: &str) -> String {
-    said_well(python_result(sandbox, code).await, code)
+    said_well(&python_result(sandbox, code).await, code)
 }
 
 /// Standard output of the same Python on the host.

@@ -584,11 +584,11 @@ pub async fn a_timeout_kills_the_whole_tree(config: SandboxConfig) {
             async move { eventually("the daemon runs", || host_processes(&mark) > 0).await }
         });
         let started = Instant::now();
-        let result = shell_for(&mut sandbox, Duration::from_millis(700), &command).await;
+        let result = shell_for(&mut sandbox, Duration::from_millis(1500), &command).await;
         watch.await.unwrap();
         assert_eq!(result.outcome, CallOutcome::Timeout, "{hide}");
         assert!(
-            started.elapsed() < Duration::from_secs(3),
+            started.elapsed() < Duration::from_secs(6),
             "{hide}: {:?}",
             started.elapsed()
         );
@@ -834,7 +834,8 @@ pub async fn processor_time_is_capped_where_the_report_says_so(mut config: Sandb
     } else {
         assert!(row.how.contains("no control group"), "{row:?}");
     }
-    assert!(share > 0.05, "{share}");
+    // The control, however little a busy host leaves: the loops ran.
+    assert!(result.cpu.unwrap() > Duration::from_millis(20), "{share}");
     sandbox.close().await;
 }
 
