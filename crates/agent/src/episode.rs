@@ -581,6 +581,7 @@ impl<'a> Episode<'a> {
         }
         let setup = Setup {
             files: self.files.setup().to_vec(),
+            ..Setup::default()
         };
         let branch = self.shared.options.branch.as_ref();
         let leased = async {

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
 
-use drillyard_sandbox_init::control::Start;
+use drillyard_sandbox_init::control::{Lower, Start};
 use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::Reply;
 
@@ -10,8 +10,9 @@ use crate::cgroup::{Driver, Entrance, Group, Meter};
 use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
+use crate::scan::{Area, Overlay};
 use crate::sys::{self, At, Cloned, Failure};
-use crate::world::{self, Mode};
+use crate::world::{self, Mode, Store};
 
 const NAMESPACES: i32 = libc::CLONE_NEWUSER
     | libc::CLONE_NEWNS
@@ -55,8 +56,9 @@ const READ_ONLY: [&str; 7] = [
     "/proc/mtrr",
     "/proc/pressure",
 ];
-/// Kernel files that show memory, keys and addresses, some without end: not to be read.
-const EMPTY: [&str; 8] = [
+/// Kernel files that show memory, keys and addresses, some without end, and the host's numbers (of locks whose holder has
+/// ended): not to be read.
+const EMPTY: [&str; 9] = [
     "/proc/kcore",
     "/proc/kmsg",
     "/proc/kpagecgroup",
@@ -65,6 +67,7 @@ const EMPTY: [&str; 8] = [
     "/proc/keys",
     "/proc/timer_list",
     "/proc/kallsyms",
+    "/proc/locks",
 ];
 
 /// A sandbox as the helper knows it.
@@ -75,6 +78,71 @@ pub struct Sandbox {
     pub group: Option<Group>,
 }
 
+/// Read-only mounts, attached nowhere yet, that lie beneath a sandbox's files; the topmost first.
+#[derive(Default)]
+pub struct Trees {
+    work: Vec<OwnedFd>,
+    root: Vec<OwnedFd>,
+}
+
+impl Trees {
+    fn try_map(
+        self,
+        mut f: impl FnMut(OwnedFd) -> std::io::Result<OwnedFd>,
+    ) -> std::io::Result<Self> {
+        let mut all = |list: Vec<OwnedFd>| {
+            list.into_iter()
+                .map(&mut f)
+                .collect::<std::io::Result<Vec<_>>>()
+        };
+        Ok(Self {
+            work: all(self.work)?,
+            root: all(self.root)?,
+        })
+    }
+}
+
+fn first_host_id(id: u64) -> u64 {
+    FIRST_HOST_ID + 2 * (id % HOST_IDS)
+}
+
+/// Gets what lies beneath a sandbox's files. Tools may change what the image's root owns, so that is theirs.
+pub fn lower(
+    id: u64,
+    start: &Start,
+    lower: &Lower,
+    store: Option<&Store>,
+    mode: Mode,
+) -> Result<Trees, Failure> {
+    if start.rootfs.is_none() && !lower.root.is_empty() {
+        let step = "layers of the root, without an image";
+        return Err(std::io::Error::from_raw_os_error(libc::EINVAL)).at(step);
+    }
+    let to = (mode == Mode::Root).then_some(first_host_id(id) + 1);
+    let tree = |name: Option<&str>| {
+        let step = name.map_or("image".to_owned(), |name| format!("layer {name}"));
+        let missing = || std::io::Error::from_raw_os_error(libc::ENOENT);
+        store
+            .ok_or_else(missing)
+            .and_then(|s| s.tree(name, to))
+            .at(&step)
+    };
+    let trees = |names: &[String]| {
+        names
+            .iter()
+            .map(|n| tree(Some(n)))
+            .collect::<Result<Vec<_>, _>>()
+    };
+    let mut found = Trees {
+        work: trees(&lower.work)?,
+        root: trees(&lower.root)?,
+    };
+    if start.rootfs.is_some() {
+        found.root.push(tree(None)?);
+    }
+    Ok(found)
+}
+
 /// Makes a sandbox; returns it with the program's end of its socket.
 pub fn make(
     id: u64,
@@ -82,6 +150,7 @@ pub fn make(
     filter: &[u8],
     driver: &Driver,
     mode: Mode,
+    trees: Trees,
 ) -> Result<(Sandbox, OwnedFd), Failure> {
     let (outer, inner) = sys::socketpair(libc::SOCK_STREAM).at("socket")?;
     let (gate, open_gate) = sys::pipe().at("pipe")?;
@@ -105,7 +174,7 @@ pub fn make(
             drop(open_gate);
             let entered = entrance.enter().at("joining the control group");
             let meter = group.map_or_else(Meter::default, |g| g.meter);
-            live(&gate, entered, inner, meter, start, filter, mode)
+            live(&gate, entered, inner, meter, start, filter, mode, trees)
         }
         Cloned::Parent(pid) => {
             let mut sandbox = Sandbox { id, pid, group };
@@ -131,7 +200,7 @@ pub fn make(
 fn map_ids(id: u64, pid: i32, mode: Mode) -> std::io::Result<()> {
     let map = match mode {
         Mode::Root => {
-            let first = FIRST_HOST_ID + 2 * (id % HOST_IDS);
+            let first = first_host_id(id);
             format!("0 {first} 1\n{TOOL_ID} {} 1\n", first + 1)
         }
         Mode::User => {
@@ -152,6 +221,7 @@ fn live(
     start: &Start,
     filter: &[u8],
     mode: Mode,
+    trees: Trees,
 ) -> ! {
     // The gate opens when ids are mapped; it closes unopened if the helper gave up.
     let mut byte = [0];
@@ -160,7 +230,7 @@ fn live(
     }
     let raw = socket.as_raw_fd();
     let settled = match entered {
-        Ok(()) => settle(socket, meter, start, filter, mode),
+        Ok(()) => settle(socket, meter, start, filter, mode, trees),
         Err(failure) => Err((raw, failure)),
     };
     match settled {
@@ -184,9 +254,10 @@ fn settle<'a>(
     start: &'a Start,
     filter: &[u8],
     mode: Mode,
+    trees: Trees,
 ) -> Result<Inside<'a>, (RawFd, Failure)> {
     let raw = socket.as_raw_fd();
-    let (socket, meter) = keep(socket, meter)
+    let (socket, meter, trees) = keep(socket, meter, trees)
         .at("descriptors")
         .map_err(|f| (raw, f))?;
     let raw = socket.as_raw_fd();
@@ -194,8 +265,11 @@ fn settle<'a>(
         Mode::Root => 0,
         Mode::User => TOOL_ID,
     };
-    let (counts, listener) = confine(start, filter, mode, own_id).map_err(|f| (raw, f))?;
-    let rules = landlock::prepare().at("landlock").map_err(|f| (raw, f))?;
+    let (areas, counts, listener) =
+        confine(start, filter, mode, own_id, trees).map_err(|f| (raw, f))?;
+    let rules = landlock::prepare(start.rootfs.is_some())
+        .at("landlock")
+        .map_err(|f| (raw, f))?;
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     let stack = sys::Stack::new().at("stack").map_err(|f| (raw, f))?;
     Ok(Inside {
@@ -207,23 +281,27 @@ fn settle<'a>(
         rules,
         stack,
         start,
+        areas,
         own_id,
         listener,
         shares_ids: false,
     })
 }
 
-/// Shuts the process in; returns the counters, and the socket at which the program outside takes connections, if there
-/// is a network.
+/// Shuts the process in; returns where files can be written, the counters, and the socket at which the program outside
+/// takes connections, if there is a network.
 fn confine(
     start: &Start,
     filter: &[u8],
     mode: Mode,
     own_id: u32,
-) -> Result<(Counts, Option<OwnedFd>), Failure> {
+    trees: Trees,
+) -> Result<(Vec<Area>, Counts, Option<OwnedFd>), Failure> {
     sys::become_id(own_id, own_id, mode == Mode::Root).at("user")?;
     let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
-    mounts(start, own_id)?;
+    let areas = mounts(start, own_id, &trees)?;
+    // The overlays have mounts of their own by now.
+    drop(trees);
     let counts = Counts::open();
     // After the group was joined, so that it is what this namespace calls its root.
     let _ = sys::unshare(libc::CLONE_NEWCGROUP);
@@ -243,57 +321,181 @@ fn confine(
     sys::prctl(libc::PR_SET_DUMPABLE, 0, 0).at("dumpable")?;
     sys::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0).at("no_new_privs")?;
     sys::install_filter(filter).at("system call filter")?;
-    Ok((counts, listener))
+    Ok((areas, counts, listener))
 }
 
+/// Where the root of one's own is put together, and what lies in every sandbox's root beside an image's own.
+const NEW_ROOT: &str = "/run";
+const MOUNT_POINTS: [&str; 4] = ["dev", "proc", "work", "tmp"];
+const TOOLS: &str = "/opt/drillyard/bin";
+
 /// One tmpfs carries every place that can be written, so that its size bounds them together.
-fn mounts(start: &Start, own_id: u32) -> Result<(), Failure> {
+fn mounts(start: &Start, own_id: u32, trees: &Trees) -> Result<Vec<Area>, Failure> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV;
     let options = format!(
         "mode=0755,size={},nr_inodes={}",
         start.limits.disk_bytes, start.limits.inodes
     );
     sys::mount("disk", "/mnt", Some("tmpfs"), flags, Some(&options)).at("disk")?;
-    for (name, to, mode) in [
-        ("/mnt/work", "/work", 0o755),
-        ("/mnt/tmp", "/tmp", 0o1777),
-        ("/mnt/shm", "/dev/shm", 0o1777),
-    ] {
-        std::fs::create_dir(name).at(name)?;
-        let path = sys::c(name).at(name)?;
-        if name == "/mnt/work" && own_id != TOOL_ID {
-            sys::chown_at(libc::AT_FDCWD, &path, TOOL_ID, TOOL_ID).at(name)?;
+    let mut areas = Vec::new();
+    let mut at = "";
+    if !trees.root.is_empty() {
+        let given = trees.root.len() > 1;
+        let upper = place("root", 0o755, own_id)?;
+        furnish(start, own_id, given)?;
+        let overlay = overlay(&upper, NEW_ROOT, &trees.root)?;
+        areas.push(Area::new(c"/", "/", Some(overlay)));
+        at = NEW_ROOT;
+        sys::mount(
+            "/dev",
+            &format!("{at}/dev"),
+            None,
+            libc::MS_BIND | libc::MS_REC,
+            None,
+        )
+        .at("/dev")?;
+        if std::path::Path::new(TOOLS).exists() {
+            sys::mount(TOOLS, &format!("{at}{TOOLS}"), None, libc::MS_BIND, None).at(TOOLS)?;
         }
-        // SAFETY: a C string that outlives the call.
-        sys::check(unsafe { libc::chmod(path.as_ptr(), mode) }).at(name)?;
-        sys::mount(name, to, None, libc::MS_BIND, None).at(to)?;
+    }
+    for (name, to, prefix, mode) in [
+        ("work", c"/work", "", 0o755),
+        ("tmp", c"/tmp", "/tmp/", 0o1777),
+        ("shm", c"/dev/shm", "/dev/shm/", 0o1777),
+    ] {
+        let from = place(name, mode, own_id)?;
+        let target = format!("{at}{}", to.to_string_lossy());
+        let over = if name == "work" && !trees.work.is_empty() {
+            Some(overlay(&from, &target, &trees.work)?)
+        } else {
+            sys::mount(&from, &target, None, libc::MS_BIND, None).at(&target)?;
+            None
+        };
+        areas.push(Area::new(to, prefix, over));
     }
     sys::umount_detach("/mnt").at("disk")?;
-    let flags = flags | libc::MS_NOEXEC;
-    sys::mount("proc", "/proc", Some("proc"), flags, None).at("proc")?;
+    let proc = format!("{at}/proc");
+    sys::mount("proc", &proc, Some("proc"), flags | libc::MS_NOEXEC, None).at("proc")?;
     // A program that runs as the host's root without its privileges makes sandboxes whose tools own the kernel's files.
     for path in READ_ONLY {
-        match world::read_only(path) {
+        match world::read_only(&format!("{at}{path}")) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
             done => done.at(path)?,
         }
     }
     for path in EMPTY {
-        match sys::mount("/dev/null", path, None, libc::MS_BIND, None) {
+        let target = format!("{at}{path}");
+        match sys::mount("/dev/null", &target, None, libc::MS_BIND, None) {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {}
             done => done.at(path)?,
+        }
+    }
+    if !at.is_empty() {
+        std::env::set_current_dir(at).at("root")?;
+        sys::pivot_root_here().at("pivot_root")?;
+    }
+    Ok(areas)
+}
+
+/// A directory of the tmpfs.
+fn place(name: &str, mode: u32, own_id: u32) -> Result<String, Failure> {
+    let path = format!("/mnt/{name}");
+    std::fs::create_dir(&path).at(&path)?;
+    let c_path = sys::c(path.as_str()).at(&path)?;
+    if mode == 0o755 && own_id != TOOL_ID {
+        sys::chown_at(libc::AT_FDCWD, &c_path, TOOL_ID, TOOL_ID).at(&path)?;
+    }
+    // SAFETY: a C string that outlives the call.
+    sys::check(unsafe { libc::chmod(c_path.as_ptr(), mode) }).at(&path)?;
+    Ok(path)
+}
+
+/// Puts into the upper directory of a root what every sandbox has, before an image can say what is a link. What lies above
+/// the image already was furnished when it came to be; only mount points must be directories again.
+fn furnish(start: &Start, own_id: u32, given: bool) -> Result<(), Failure> {
+    let mut parents = std::collections::BTreeSet::new();
+    let dir = |path: &str, parents: &mut std::collections::BTreeSet<String>| {
+        let mut made = String::from("root");
+        for part in path.split('/').filter(|p| !p.is_empty()) {
+            made = format!("{made}/{part}");
+            if parents.insert(made.clone()) {
+                place(&made, 0o755, own_id)?;
+            }
+        }
+        Ok::<_, Failure>(())
+    };
+    for point in MOUNT_POINTS {
+        dir(point, &mut parents)?;
+    }
+    if std::path::Path::new(TOOLS).exists() {
+        dir(TOOLS, &mut parents)?;
+    }
+    if given {
+        return Ok(());
+    }
+    for made in &start.made {
+        let cut = made.inside.rfind('/').unwrap_or(0);
+        dir(&made.inside[..cut], &mut parents)?;
+        let path = format!("/mnt/root{}", made.inside);
+        std::fs::write(&path, &made.text).at(&made.inside)?;
+        if own_id != TOOL_ID {
+            let path = sys::c(path).at(&made.inside)?;
+            sys::chown_at(libc::AT_FDCWD, &path, TOOL_ID, TOOL_ID).at(&made.inside)?;
         }
     }
     Ok(())
 }
 
+/// Mounts an overlay; `user.` attributes are all that a user namespace may set (others fail only later, with EIO).
+fn overlay(upper: &str, target: &str, lower: &[OwnedFd]) -> Result<Overlay, Failure> {
+    let step = format!("overlay on {target}");
+    let work = format!("{upper}.overlay");
+    std::fs::create_dir(&work).at(&step)?;
+    let mut names = Vec::new();
+    for (n, tree) in lower.iter().enumerate() {
+        let name = format!("/mnt/l{n}");
+        std::fs::create_dir(&name).at(&step)?;
+        world::move_mount(tree, &name).at(&step)?;
+        names.push(name);
+    }
+    let flags = libc::MS_NOSUID | libc::MS_NODEV;
+    let below = names.join(":");
+    let options = format!("lowerdir={below},upperdir={upper},workdir={work},userxattr");
+    sys::mount("overlay", target, Some("overlay"), flags, Some(&options)).at(&step)?;
+    let open = |path: &str| {
+        let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_NOFOLLOW;
+        sys::openat(libc::AT_FDCWD, &sys::c(path).at(&step)?, flags, 0).at(&step)
+    };
+    let upper = open(upper)?;
+    // What the layers show together, for telling what changed. The descriptor keeps the mount.
+    let lower = if let [one] = names.as_slice() {
+        open(one)?
+    } else {
+        let view = format!("{work}/view");
+        std::fs::create_dir(&view).at(&step)?;
+        let options = format!("lowerdir={below},userxattr");
+        let read_only = flags | libc::MS_RDONLY;
+        sys::mount("overlay", &view, Some("overlay"), read_only, Some(&options)).at(&step)?;
+        let fd = open(&view)?;
+        sys::umount_detach(&view).at(&step)?;
+        std::fs::remove_dir(&view).at(&step)?;
+        fd
+    };
+    for name in names {
+        sys::umount_detach(&name).at(&step)?;
+        std::fs::remove_dir(&name).at(&step)?;
+    }
+    Ok(Overlay { upper, lower })
+}
+
 /// Keeps the socket and the counters, closes every other descriptor, and points 0, 1 and 2 to /dev/null.
-fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
-    /// Above the numbers that are given out below, which what is kept may have now.
+fn keep(socket: OwnedFd, meter: Meter, trees: Trees) -> std::io::Result<(OwnedFd, Meter, Trees)> {
+    /// Above the numbers that are given out below, which what is kept may have now; the trees come on top.
     const AWAY: RawFd = 16;
+    let away = AWAY + (trees.work.len() + trees.root.len()) as RawFd;
     let lift = |fd: OwnedFd| -> std::io::Result<OwnedFd> {
         // SAFETY: no memory is involved.
-        let r = sys::check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, AWAY) })?;
+        let r = sys::check(unsafe { libc::fcntl(fd.as_raw_fd(), libc::F_DUPFD_CLOEXEC, away) })?;
         std::mem::forget(fd);
         // SAFETY: just made for us.
         Ok(unsafe { OwnedFd::from_raw_fd(r) })
@@ -301,6 +503,7 @@ fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
     let null = lift(sys::openat(libc::AT_FDCWD, c"/dev/null", libc::O_RDWR, 0)?)?;
     let socket = lift(socket)?;
     let meter = meter.try_map(lift)?;
+    let trees = trees.try_map(lift)?;
     for fd in 0..3 {
         sys::dup3(null.as_raw_fd(), fd)?;
     }
@@ -316,6 +519,7 @@ fn keep(socket: OwnedFd, meter: Meter) -> std::io::Result<(OwnedFd, Meter)> {
     };
     let socket = place(socket)?;
     let meter = meter.try_map(&mut place)?;
+    let trees = trees.try_map(&mut place)?;
     sys::close_from(next)?;
-    Ok((socket, meter))
+    Ok((socket, meter, trees))
 }

@@ -52,7 +52,7 @@ enum Tool<'a> {
 /// Runs a call and answers it; bytes go to `out`.
 pub fn run(
     inside: &Inside<'_>,
-    index: &mut Index,
+    index: &mut Index<'_>,
     what: &What,
     body: &[u8],
     timeout_us: u64,
@@ -227,7 +227,7 @@ impl Used {
 
 fn call(
     inside: &Inside<'_>,
-    index: &mut Index,
+    index: &mut Index<'_>,
     tool: &Tool<'_>,
     stdin: &[u8],
     timeout: Duration,

@@ -14,6 +14,7 @@ use crate::cgroup::Meter;
 use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
+use crate::scan::Area;
 use crate::sys::{self, At, Failure};
 
 /// Most bytes beside the first message's head: the system call filter.
@@ -56,6 +57,8 @@ pub fn run() -> ExitCode {
         env: contained.env,
         cgroups: true,
         network: None,
+        rootfs: None,
+        layers: None,
     };
     let filter = start.filter.of(&body).unwrap_or_default();
     match settle(&start, filter) {
@@ -76,6 +79,7 @@ pub fn run() -> ExitCode {
                 rules,
                 stack,
                 start: &start,
+                areas: Area::plain(),
                 own_id: 0,
                 listener: None,
                 shares_ids,
@@ -152,7 +156,7 @@ fn settle(start: &Start, filter: &[u8]) -> Result<Set, Failure> {
     unsafe { libc::umask(0o022) };
     std::env::set_current_dir("/work").at("/work")?;
     sys::setrlimit(libc::RLIMIT_CORE, 0).at("core limit")?;
-    let rules = landlock::prepare().at("landlock")?;
+    let rules = landlock::prepare(false).at("landlock")?;
     let signals = sys::sigchld_fd().at("signals")?;
     sys::drop_bounding();
     sys::set_capabilities(birth::KEPT & !birth::CAP_DAC_READ_SEARCH).at("capabilities")?;

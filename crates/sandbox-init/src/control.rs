@@ -86,6 +86,24 @@ pub struct Start {
     /// network at all.
     #[serde(default)]
     pub network: Option<u16>,
+    /// Host directory of a root file system: then each sandbox's root is its own copy on write of it, and of `binds`
+    /// only devices appear.
+    #[serde(default)]
+    pub rootfs: Option<String>,
+    /// Host directory that [`Lower`] names layers in.
+    #[serde(default)]
+    pub layers: Option<String>,
+}
+
+/// Read-only layers beneath a sandbox's files: directories below [`Start::layers`], the topmost first.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Lower {
+    /// Beneath /work.
+    #[serde(default)]
+    pub work: Vec<String>,
+    /// Beneath the root, above the image's root file system.
+    #[serde(default)]
+    pub root: Vec<String>,
 }
 
 /// What PID 1 of a container needs to know: the first message it gets. It answers with a [`Greeting`], then serves as any
@@ -166,6 +184,9 @@ pub enum Order {
     Create {
         /// The program's name for it, never used twice.
         id: u64,
+        /// What lies beneath its files.
+        #[serde(default)]
+        lower: Lower,
     },
     /// Kill a sandbox and take away what it held.
     Destroy {

@@ -7,14 +7,14 @@ use std::collections::BTreeMap;
 use std::os::fd::{AsRawFd, RawFd};
 use std::process::ExitCode;
 
-use drillyard_sandbox_init::control::{Event, Holds, LimitRow, LimitSpec, Order, Start};
+use drillyard_sandbox_init::control::{Event, Holds, LimitRow, Order, Start};
 use drillyard_sandbox_init::frame;
 
 use crate::birth::{self, Sandbox};
 use crate::cgroup::{Controller, Driver, find_io_devices};
 use crate::landlock;
 use crate::sys::{self, Failure};
-use crate::world::{self, Mode};
+use crate::world::{self, Mode, Store};
 
 const CONTROL: RawFd = 0;
 const PACKET: usize = 192 << 10;
@@ -57,11 +57,17 @@ pub fn run() -> ExitCode {
         }
         Ok((mode, sys::Cloned::Child)) => {
             let _ = sys::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL as _, 0);
-            if let Err(failure) = world::build(&start) {
-                driver.remove_own(&start.owner);
-                return unable(&failure);
-            }
-            let limits = report(&start.limits, &driver, mode, devices);
+            let built = world::seclude()
+                .and_then(|()| world::Store::open(&start))
+                .and_then(|store| world::build(&start).map(|()| store));
+            let store = match built {
+                Ok(store) => store,
+                Err(failure) => {
+                    driver.remove_own(&start.owner);
+                    return unable(&failure);
+                }
+            };
+            let limits = report(&start, &driver, mode, devices);
             let started = Event::Started {
                 limits,
                 mode: match mode {
@@ -78,6 +84,7 @@ pub fn run() -> ExitCode {
                 filter,
                 driver,
                 mode,
+                store,
                 live: BTreeMap::new(),
                 doomed: Vec::new(),
             }
@@ -91,6 +98,7 @@ struct Yard {
     filter: Vec<u8>,
     driver: Driver,
     mode: Mode,
+    store: Option<Store>,
     /// By the pid of their PID 1.
     live: BTreeMap<i32, Sandbox>,
     /// Ended, but their control group was still busy.
@@ -134,8 +142,13 @@ impl Yard {
 
     fn obey(&mut self, order: &Order) -> std::io::Result<()> {
         match *order {
-            Order::Create { id } => {
-                match birth::make(id, &self.start, &self.filter, &self.driver, self.mode) {
+            Order::Create { id, ref lower } => {
+                let made = birth::lower(id, &self.start, lower, self.store.as_ref(), self.mode)
+                    .and_then(|trees| {
+                        let (start, filter) = (&self.start, &self.filter);
+                        birth::make(id, start, filter, &self.driver, self.mode, trees)
+                    });
+                match made {
                     Ok((sandbox, socket)) => {
                         self.live.insert(sandbox.pid, sandbox);
                         tell(&Event::Created { id }, Some(socket.as_raw_fd()))
@@ -281,7 +294,8 @@ fn resident_bytes() -> Option<u64> {
 }
 
 #[expect(clippy::too_many_lines, reason = "a table, row by row")]
-fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, devices: usize) -> Vec<LimitRow> {
+fn report(start: &Start, driver: &Driver, mode: Mode, devices: usize) -> Vec<LimitRow> {
+    let limits = &start.limits;
     let row = |limit: &str, value: String, holds: Holds, how: String| LimitRow {
         limit: limit.into(),
         value,
@@ -397,14 +411,25 @@ fn report(limits: &LimitSpec, driver: &Driver, mode: Mode, devices: usize) -> Ve
         "read inside with a cap; the call is killed beyond it".into(),
     ));
     let landlock = landlock::version();
+    let (value, root) = if start.rootfs.is_some() {
+        (
+            "none",
+            "a root of their own, each sandbox's a copy on write of the image (overlay, size as of disk)",
+        )
+    } else {
+        (
+            "read only, by an allow-list",
+            "a root of their own, read-only mounts",
+        )
+    };
     rows.push(row(
         "host files",
-        "read only, by an allow-list".into(),
+        value.into(),
         Holds::Yes,
         if landlock == 0 {
-            "a root of their own, read-only mounts (this kernel has no Landlock)".into()
+            format!("{root} (this kernel has no Landlock)")
         } else {
-            format!("a root of their own, read-only mounts, Landlock version {landlock}")
+            format!("{root}, Landlock version {landlock}")
         },
     ));
     rows.push(row(

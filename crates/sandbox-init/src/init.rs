@@ -31,6 +31,9 @@ pub enum Request {
     Pack {
         /// Refuse when contents are larger than this, in bytes.
         max_bytes: u64,
+        /// Only what differs from the layers beneath /work (of the root it is always that).
+        #[serde(default)]
+        delta: bool,
     },
 }
 
@@ -252,6 +255,10 @@ pub enum Reply {
     Packed {
         /// Files, parents before children.
         entries: Vec<Entry>,
+        /// Paths of the layers beneath that are hidden, with all below them; a directory that is among the entries
+        /// too hides what the layers have in it.
+        #[serde(default)]
+        removed: Vec<String>,
     },
     /// The request could not be fulfilled; the sandbox is as it was before, unless it says so.
     Refused {

@@ -57,8 +57,9 @@ pub fn version() -> i64 {
     version.max(0)
 }
 
-/// Prepares the rules once; nothing where the kernel has no such interface.
-pub fn prepare() -> io::Result<Option<OwnedFd>> {
+/// Prepares the rules once; nothing where the kernel has no such interface. Where the root is the sandbox's own copy,
+/// tools may write all of it: rules only ever add, so /proc/sys and its like are read-only mounts there.
+pub fn prepare(own_root: bool) -> io::Result<Option<OwnedFd>> {
     let version = version();
     if version == 0 {
         return Ok(None);
@@ -102,12 +103,16 @@ pub fn prepare() -> io::Result<Option<OwnedFd>> {
     let everything = handled & !(MAKE_CHAR | MAKE_BLOCK);
     let in_place = handled & (WRITE_FILE | TRUNCATE);
     for (path, allowed_access) in [
+        (c"/", if own_root { everything } else { 0 }),
         (c"/work", everything),
         (c"/tmp", everything),
         (c"/dev/shm", everything),
         // Not /proc: nothing there is a tool's to write, its own place in the kernel's order of killing least of all.
         (c"/dev", in_place),
     ] {
+        if allowed_access == 0 {
+            continue;
+        }
         let dir = sys::openat(libc::AT_FDCWD, path, libc::O_PATH | libc::O_DIRECTORY, 0)?;
         let rule = PathBeneathAttr {
             allowed_access,

@@ -9,7 +9,7 @@ use drillyard_sandbox_init::init::{Reply, Request};
 
 use crate::cgroup::Meter;
 use crate::counts::Counts;
-use crate::scan::Index;
+use crate::scan::{Area, Index};
 use crate::{calls, scan, sys};
 
 /// Most bytes a request carries beside its head: set-up files, a snapshot, a file to write.
@@ -30,6 +30,8 @@ pub struct Inside<'a> {
     /// For tools' processes until they execute their program.
     pub stack: sys::Stack,
     pub start: &'a Start,
+    /// Where files can be written.
+    pub areas: Vec<Area>,
     /// The id of PID 1 itself; the tools' own where the host allows only one.
     pub own_id: u32,
     /// Goes to the program outside with the greeting; PID 1 keeps no copy.
@@ -64,7 +66,7 @@ fn talk(
     mut requests: File,
     mut replies: File,
 ) -> std::io::Result<()> {
-    let mut index = Index::default();
+    let mut index = Index::new(&inside.areas);
     index.look();
     match listener {
         Some(listener) => sys::send(
@@ -81,7 +83,11 @@ fn talk(
                 calls::run(inside, &mut index, &what, &body, timeout_us, &mut out)
             }
             Request::Unpack { entries, remove } => {
-                match scan::unpack(&entries, &remove, &body, inside.own_id) {
+                let owner = scan::Owner {
+                    own_id: inside.own_id,
+                    whole_root: inside.start.rootfs.is_some(),
+                };
+                match scan::unpack(&entries, &remove, &body, owner) {
                     Ok(()) => {
                         index.look();
                         Reply::Done
@@ -90,11 +96,12 @@ fn talk(
                 }
             }
             // The copy is held in the sandbox's own memory, beside the files.
-            Request::Pack { max_bytes } => match scan::pack(
+            Request::Pack { max_bytes, delta } => match index.pack(
                 max_bytes.min(inside.start.limits.memory_bytes / 4),
+                delta,
                 &mut out,
             ) {
-                Ok(entries) => Reply::Packed { entries },
+                Ok((entries, removed)) => Reply::Packed { entries, removed },
                 Err(message) => Reply::Refused { message },
             },
         };

@@ -148,6 +148,55 @@ pub fn unshare(flags: c_int) -> io::Result<()> {
     check(unsafe { libc::unshare(flags) }).map(drop)
 }
 
+/// Enters a namespace held by a descriptor.
+pub fn setns(namespace: &OwnedFd, kind: c_int) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::setns(namespace.as_raw_fd(), kind) }).map(drop)
+}
+
+/// A user namespace that maps one user and one group to a host id: what an id-mapped mount takes.
+pub fn id_map(uid: u32, gid: u32, to: u64) -> io::Result<OwnedFd> {
+    let (wait, release) = pipe()?;
+    match clone3(libc::CLONE_NEWUSER as u64, None)? {
+        Cloned::Child => {
+            drop(release);
+            let _ = read(wait.as_raw_fd(), &mut [0]);
+            exit(0)
+        }
+        Cloned::Parent(pid) => {
+            let made = (|| {
+                std::fs::write(format!("/proc/{pid}/gid_map"), format!("{gid} {to} 1\n"))?;
+                std::fs::write(format!("/proc/{pid}/uid_map"), format!("{uid} {to} 1\n"))?;
+                openat(
+                    libc::AT_FDCWD,
+                    &c(format!("/proc/{pid}/ns/user"))?,
+                    libc::O_RDONLY,
+                    0,
+                )
+            })();
+            drop(release);
+            let _ = kill(pid, libc::SIGKILL);
+            let _ = reap(pid, true);
+            made
+        }
+    }
+}
+
+/// A user's extended attribute of an open file; nothing if it has none.
+pub fn attribute(fd: RawFd, name: &CStr) -> Option<Vec<u8>> {
+    let mut buffer = [0_u8; 64];
+    // SAFETY: a C string, and a pointer and length that belong together.
+    let n = unsafe { libc::fgetxattr(fd, name.as_ptr(), buffer.as_mut_ptr().cast(), buffer.len()) };
+    Some(buffer[..usize::try_from(n).ok()?].to_vec())
+}
+
+/// Moves on to the next data of a sparse file, or to the hole after it; nothing at its end.
+pub fn seek(fd: RawFd, from: i64, whence: c_int) -> Option<i64> {
+    // SAFETY: no memory is involved.
+    let at = unsafe { libc::lseek(fd, from, whence) };
+    (at >= 0).then_some(at)
+}
+
 pub fn mount(
     source: &str,
     target: &str,

@@ -42,6 +42,11 @@ pub fn leave() -> Result<Mode, Failure> {
     Ok(Mode::User)
 }
 
+/// Nothing mounted from here on is seen by the host, and the other way round.
+pub fn seclude() -> Result<(), Failure> {
+    sys::mount("none", "/", None, libc::MS_REC | libc::MS_PRIVATE, None).at("private mounts")
+}
+
 /// Whether this root may map any host id: true in the first user namespace, false inside a container's small one.
 fn may_map_ids() -> bool {
     std::fs::read_to_string("/proc/self/uid_map").is_ok_and(|map| {
@@ -53,9 +58,93 @@ fn may_map_ids() -> bool {
     })
 }
 
+/// Host directories that sandboxes get copies on write of. They hang in a mount namespace that only this process can
+/// enter, so that no sandbox inherits a mount of them.
+pub struct Store {
+    here: OwnedFd,
+    there: OwnedFd,
+}
+
+const IMAGE: &str = "image";
+const LAYERS: &str = "layers";
+
+impl Store {
+    /// Puts the image and the layers aside; nothing if there are none. Comes before [`build`].
+    pub fn open(start: &Start) -> Result<Option<Self>, Failure> {
+        let mut trees = Vec::new();
+        for (name, dir) in [(IMAGE, &start.rootfs), (LAYERS, &start.layers)] {
+            if let Some(dir) = dir {
+                let tree = open_tree(dir).at(dir)?;
+                let attributes =
+                    libc::MOUNT_ATTR_RDONLY | libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV;
+                set_attributes(&tree, attributes).at(dir)?;
+                trees.push((name, tree));
+            }
+        }
+        if trees.is_empty() {
+            return Ok(None);
+        }
+        let namespace = || {
+            let flags = libc::O_RDONLY;
+            sys::openat(libc::AT_FDCWD, c"/proc/self/ns/mnt", flags, 0).at("mount namespace")
+        };
+        let here = namespace()?;
+        sys::unshare(libc::CLONE_NEWNS).at("new mount namespace")?;
+        let there = namespace()?;
+        let base = "/tmp";
+        sys::mount(
+            "store",
+            base,
+            Some("tmpfs"),
+            libc::MS_NODEV,
+            Some("mode=0700"),
+        )
+        .at("store")?;
+        std::env::set_current_dir(base).at("store")?;
+        for (name, tree) in trees {
+            std::fs::create_dir(name).at(name)?;
+            move_mount(&tree, name).at(name)?;
+        }
+        sys::pivot_root_here().at("store")?;
+        let store = Self { here, there };
+        sys::setns(&store.here, libc::CLONE_NEWNS).at("store")?;
+        Ok(Some(store))
+    }
+
+    /// A read-only mount of the image, if `name` is nothing, or of a layer; attached nowhere. With an id, what belongs to
+    /// the owner of the directory appears as that (host) id's.
+    pub fn tree(&self, name: Option<&str>, id: Option<u64>) -> io::Result<OwnedFd> {
+        let path = match name {
+            None => format!("/{IMAGE}"),
+            Some(name) if name.split('/').all(|p| !p.is_empty() && p != "..") => {
+                format!("/{LAYERS}/{name}")
+            }
+            Some(_) => return Err(io::Error::from_raw_os_error(libc::EINVAL)),
+        };
+        sys::setns(&self.there, libc::CLONE_NEWNS)?;
+        let tree = open_tree(&path);
+        sys::setns(&self.here, libc::CLONE_NEWNS)?;
+        let tree = tree?;
+        if let Some(id) = id {
+            let stat = sys::fstat(tree.as_raw_fd())?;
+            let map = sys::id_map(stat.st_uid, stat.st_gid, id)?;
+            // SAFETY: an all-zero mount_attr is valid.
+            let mut attr: libc::mount_attr = unsafe { std::mem::zeroed() };
+            attr.attr_set = libc::MOUNT_ATTR_IDMAP;
+            attr.userns_fd = map.as_raw_fd() as u64;
+            mount_setattr(&tree, &attr).map_err(|error| {
+                io::Error::other(format!(
+                    "its file system cannot be mounted with other owners (id-mapped): {error}; \
+                     use ext4, xfs or btrfs, and Linux 5.19 or newer"
+                ))
+            })?;
+        }
+        Ok(tree)
+    }
+}
+
 /// Builds the sandboxes' root and moves into it for good.
 pub fn build(start: &Start) -> Result<(), Failure> {
-    sys::mount("none", "/", None, libc::MS_REC | libc::MS_PRIVATE, None).at("private mounts")?;
     // Host trees are held by descriptors first: the new root is assembled on top of /tmp and would hide what lies there.
     let mut trees = Vec::new();
     for bind in &start.binds {
@@ -177,6 +266,10 @@ fn set_attributes(tree: &OwnedFd, set: u64) -> io::Result<()> {
     // SAFETY: an all-zero mount_attr is valid.
     let mut attr: libc::mount_attr = unsafe { std::mem::zeroed() };
     attr.attr_set = set;
+    mount_setattr(tree, &attr)
+}
+
+fn mount_setattr(tree: &OwnedFd, attr: &libc::mount_attr) -> io::Result<()> {
     // SAFETY: pointers outlive the call, the size is that of the structure.
     let r = unsafe {
         libc::syscall(
@@ -184,8 +277,8 @@ fn set_attributes(tree: &OwnedFd, set: u64) -> io::Result<()> {
             tree.as_raw_fd(),
             c"".as_ptr(),
             libc::AT_EMPTY_PATH | libc::AT_RECURSIVE,
-            &raw const attr,
-            size_of_val(&attr),
+            std::ptr::from_ref(attr),
+            size_of_val(attr),
         )
     };
     if r < 0 {
@@ -195,7 +288,8 @@ fn set_attributes(tree: &OwnedFd, set: u64) -> io::Result<()> {
     }
 }
 
-fn move_mount(tree: &OwnedFd, to: &str) -> io::Result<()> {
+/// Attaches a mount that is attached nowhere.
+pub fn move_mount(tree: &OwnedFd, to: &str) -> io::Result<()> {
     let to = sys::c(to)?;
     // SAFETY: C strings that outlive the call.
     let r = unsafe {

@@ -3,6 +3,7 @@
 use std::future::Future;
 use std::pin::Pin;
 
+use drillyard_sandbox_init::control::Lower;
 use tokio::io::{AsyncRead, AsyncWrite};
 
 use crate::{ImageReport, LimitsReport, NetworkRequest, SandboxError};
@@ -24,6 +25,22 @@ pub trait Backend: Send + Sync {
     fn image(&self) -> &ImageReport;
     /// Makes a sandbox; its PID 1 says [`drillyard_sandbox_init::init::Reply::Ready`] on the stream when it is set up.
     fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>>;
+    /// Whether its sandboxes can start on read-only layers.
+    fn has_layers(&self) -> bool {
+        false
+    }
+    /// Makes a sandbox whose files begin with read-only layers. A backend without them keeps this refusal.
+    fn create_on(&self, lower: Lower) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>> {
+        if lower == Lower::default() {
+            return self.create();
+        }
+        Box::pin(async {
+            Err(SandboxError::Config {
+                field: "backend",
+                message: format!("{} sandboxes cannot start on layers", self.name()),
+            })
+        })
+    }
     /// Memory of all its sandboxes together, measured now; nothing where that cannot be told.
     fn memory_bytes(&self) -> Boxed<'_, Option<u64>> {
         Box::pin(std::future::ready(None))

@@ -19,7 +19,7 @@ use rustix::net::{
 };
 use tokio::sync::oneshot;
 
-use drillyard_sandbox_init::control::{Event, LimitRow, Order, Start};
+use drillyard_sandbox_init::control::{Event, LimitRow, Lower, Order, Start};
 use drillyard_sandbox_init::frame;
 
 use crate::{Autopsy, SandboxError};
@@ -167,7 +167,7 @@ impl Client {
     }
 
     /// Has a sandbox made; returns its name and the socket of its PID 1.
-    pub async fn create(&self) -> Result<(u64, OwnedFd), SandboxError> {
+    pub async fn create(&self, lower: Lower) -> Result<(u64, OwnedFd), SandboxError> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
         let (tell, told) = oneshot::channel();
         {
@@ -178,7 +178,7 @@ impl Client {
             waiting.made.insert(id, tell);
         }
         self.shared
-            .order(&Order::Create { id })
+            .order(&Order::Create { id, lower })
             .map_err(|_| SandboxError::HelperGone)?;
         let socket = told.await.map_err(|_| SandboxError::HelperGone)??;
         Ok((id, socket))

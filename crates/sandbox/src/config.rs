@@ -12,9 +12,9 @@ pub enum Image {
     /// The host's own programs and libraries, read-only, from an allow-list of paths (`/usr` and what belongs to it).
     #[default]
     Host,
-    /// A root file system unpacked in a directory.
+    /// A root file system of its own, which tools may change as they like: each sandbox has its own copy on write.
     RootFs {
-        /// Where it lies.
+        /// The directory it is unpacked in; nothing must change it while it is in use.
         dir: Utf8PathBuf,
         /// What identifies its content.
         digest: String,
@@ -79,6 +79,11 @@ pub struct SandboxConfig {
     pub host_paths: Vec<Utf8PathBuf>,
     /// The limits of each sandbox.
     pub limits: Limits,
+    /// Where layers and saved states are kept; without it every set-up is written anew at each lease, and no state can
+    /// be saved. Must lie on a disk, and belong to this user alone.
+    pub cache_dir: Option<Utf8PathBuf>,
+    /// Bytes that layers of set-ups may take there; the least recently used go.
+    pub cache_bytes: u64,
     /// How many sandboxes are kept ready.
     pub pool_size: usize,
     /// Where the static helper programs lie; by default DRILLYARD_HELPERS, or `helpers/` near the running program.
@@ -102,6 +107,8 @@ impl Default for SandboxConfig {
             backend: "local".to_owned(),
             image: Image::Host,
             host_paths: Vec::new(),
+            cache_dir: None,
+            cache_bytes: 20 << 30,
             limits: Limits::default(),
             pool_size: 8,
             helpers_dir: None,

@@ -114,6 +114,32 @@ pub enum SandboxError {
         /// What is wrong with it.
         message: String,
     },
+    /// An image could not be imported, built, found or removed.
+    #[error("image {subject}: {message}")]
+    Image {
+        /// Its name, digest, or the file it comes from.
+        subject: String,
+        /// What is wrong.
+        message: String,
+    },
+    /// A set-up's command failed.
+    #[error("the set-up's command failed ({outcome}): {command}\n{said}")]
+    Setup {
+        /// The command line.
+        command: String,
+        /// How it ended.
+        outcome: &'static str,
+        /// What it said on standard error.
+        said: String,
+    },
+    /// A stored layer or saved state could not be used.
+    #[error("layer {key}: {message}")]
+    Layer {
+        /// Its key.
+        key: String,
+        /// What is wrong.
+        message: String,
+    },
     /// A file of the host could not be read.
     #[error(transparent)]
     Io(#[from] std::io::Error),

@@ -5,7 +5,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 
 use drillyard_sandbox_init::control::{Bind, Link, Made};
 
-use crate::{ImageReport, SandboxError};
+use crate::{ImageReport, SandboxError, image};
 
 /// The helper that makes sandboxes.
 pub const INIT: &str = "drillyard-sandbox-init";
@@ -47,6 +47,59 @@ pub struct Root {
     pub shell: String,
     pub env: Vec<String>,
     pub report: ImageReport,
+}
+
+/// Describes a root of the sandbox's own: of the host it has five devices and the helper programs for tools.
+pub fn own_root(
+    helpers: &Utf8Path,
+    extra: &[Utf8PathBuf],
+    dir: &Utf8Path,
+    digest: &str,
+) -> Result<Root, SandboxError> {
+    if !extra.is_empty() {
+        return Err(SandboxError::Config {
+            field: "host_paths",
+            message: "with an image, nothing of the host is shown; put the files into the image"
+                .into(),
+        });
+    }
+    let failed = |e: std::io::Error| image::problem(digest, format!("{dir}: {e}"));
+    let root = image::tree::open_root(dir).map_err(failed)?;
+    let Some(shell) = ["/bin/bash", "/usr/bin/bash", "/bin/sh", "/usr/bin/sh"]
+        .into_iter()
+        .find(|path| image::tree::is_file(&root, path))
+    else {
+        return Err(image::problem(
+            digest,
+            format!("{dir}: neither /bin/bash nor /bin/sh is in it"),
+        ));
+    };
+    let mut own = self::root(helpers, &[])?;
+    own.binds
+        .retain(|bind| DEVICES.contains(&bind.host.as_str()));
+    // Its own os-release and the like stay; names and addresses are a sandbox's.
+    own.made.retain(|made| {
+        let text = [
+            "/etc/passwd",
+            "/etc/group",
+            "/etc/hostname",
+            "/etc/hosts",
+            "/etc/resolv.conf",
+            "/etc/nsswitch.conf",
+        ];
+        text.contains(&made.inside.as_str())
+    });
+    shell.clone_into(&mut own.shell);
+    let passwd = own.made.iter_mut().find(|m| m.inside == "/etc/passwd");
+    if let Some(passwd) = passwd {
+        passwd.text = passwd.text.replace("/bin/bash", shell);
+    }
+    own.report = ImageReport {
+        name: "rootfs".to_owned(),
+        digest: digest.to_owned(),
+        system: image::system(dir),
+    };
+    Ok(own)
 }
 
 /// Describes the root made of the host's own programs.
@@ -200,16 +253,21 @@ fn report(system: &str, helpers: &Utf8Path, binds: &[Bind]) -> ImageReport {
             hasher.update(&bytes);
         }
     }
-    let name = system
-        .lines()
-        .find_map(|l| l.strip_prefix("PRETTY_NAME="))
-        .unwrap_or("unknown")
-        .trim_matches('"');
     ImageReport {
         name: "host".to_owned(),
         digest: hasher.finalize().to_hex().to_string(),
-        system: name.to_owned(),
+        system: pretty_name(system),
     }
+}
+
+/// A distribution's name out of its os-release.
+pub fn pretty_name(system: &str) -> String {
+    system
+        .lines()
+        .find_map(|l| l.strip_prefix("PRETTY_NAME="))
+        .unwrap_or("unknown")
+        .trim_matches('"')
+        .to_owned()
 }
 
 /// Finds the directory of the helper programs.

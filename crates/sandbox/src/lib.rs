@@ -28,7 +28,8 @@
 //!
 //! This program never forks: a threaded process cannot do so safely. The helper is PID 1 of a pid namespace that holds
 //! every sandbox and ends when its socket closes, so killing this program at any moment leaves no process and no
-//! mount; control groups that a killed helper left are swept at the next start. Nothing is written to the host's disk.
+//! mount; control groups that a killed helper left are swept at the next start. Nothing is written to the host's disk but
+//! images, layers and saved states, in directories the caller names.
 //!
 //! Whoever runs a tool's output through here gets it as data: the host opens no path that code inside controls.
 //!
@@ -45,6 +46,8 @@ mod error;
 mod faults;
 mod filter;
 mod host;
+mod image;
+mod layers;
 mod local;
 mod network;
 mod pipe;
@@ -52,6 +55,7 @@ mod pool;
 mod proxy;
 mod report;
 mod sandbox;
+mod saved;
 mod snapshot;
 
 pub use admission::{Admission, Demand, Gauge, HostGauge, Policy, Readings, Verdict, Why, decide};
@@ -62,9 +66,11 @@ pub use drillyard_sandbox_init::control::{Holds, LimitRow};
 pub use drillyard_sandbox_init::init::{Change, Kind};
 pub use error::SandboxError;
 pub use faults::{Fault, FaultKind, FaultPlan, FaultRule};
+pub use image::{ImageCaps, ImageStore, Recipe, RecipeFile, StoredImage};
 pub use network::{AllowList, CacheUse, Network, NetworkLimits, NetworkRequest, NetworkVerdict};
 pub use pool::{Pool, Setup};
 pub use proxy::{Accept, Proxy, Traffic};
 pub use report::{ImageReport, LimitsReport};
 pub use sandbox::Sandbox;
+pub use saved::Saved;
 pub use snapshot::Snapshot;

@@ -3,16 +3,17 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use drillyard_sandbox_init::control::{LimitSpec, Start};
+use drillyard_sandbox_init::control::{LimitSpec, Lower, Start};
 use drillyard_sandbox_init::frame;
 
 use crate::client::Client;
+use crate::layers::Layers;
 use crate::pipe::Pipe;
 use crate::{
     Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, NetworkRequest, Proxy,
     SandboxConfig, SandboxError, Stream,
 };
-use crate::{filter, host, network};
+use crate::{filter, host, image, network};
 
 /// Numbers the helpers of this program.
 static HELPERS: AtomicU64 = AtomicU64::new(0);
@@ -25,19 +26,21 @@ pub struct Local {
     limits: LimitsReport,
     image: ImageReport,
     proxy: Option<Arc<Proxy>>,
+    /// Keeps the image from being removed.
+    _in_use: Option<std::fs::File>,
 }
 
 impl Local {
     pub async fn start(config: &SandboxConfig) -> Result<Self, SandboxError> {
         let limits = spec(config)?;
-        if let Image::RootFs { dir, .. } = &config.image {
-            return Err(SandboxError::Config {
-                field: "image",
-                message: format!("the local backend cannot use the root file system {dir} yet"),
-            });
-        }
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
-        let mut root = host::root(&helpers, &config.host_paths)?;
+        let (mut root, in_use) = match &config.image {
+            Image::Host => (host::root(&helpers, &config.host_paths)?, None),
+            Image::RootFs { dir, digest } => (
+                host::own_root(&helpers, &config.host_paths, dir, digest)?,
+                image::hold(dir)?,
+            ),
+        };
         root.env.extend(config.network.env());
         let proxy = config
             .network
@@ -61,6 +64,24 @@ impl Local {
             env: root.env,
             cgroups: config.control_groups,
             network: proxy.as_ref().map(|_| network::PORT),
+            rootfs: match &config.image {
+                Image::Host => None,
+                Image::RootFs { dir, .. } => Some(dir.canonicalize_utf8()?.into_string()),
+            },
+            layers: match &config.cache_dir {
+                None => None,
+                Some(dir) => {
+                    let dir = Layers::open(
+                        dir,
+                        &root.report.digest,
+                        config.image != Image::Host,
+                        config.cache_bytes,
+                    )?
+                    .dir()
+                    .to_owned();
+                    Some(dir.into_string())
+                }
+            },
         };
         let helper = helpers.join(host::INIT);
         let (client, started) =
@@ -87,6 +108,7 @@ impl Local {
             },
             image: root.report,
             proxy,
+            _in_use: in_use,
         })
     }
 }
@@ -108,9 +130,17 @@ impl Backend for Local {
         &self.image
     }
 
+    fn has_layers(&self) -> bool {
+        true
+    }
+
     fn create(&self) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>> {
+        self.create_on(Lower::default())
+    }
+
+    fn create_on(&self, lower: Lower) -> Boxed<'_, Result<Box<dyn Cell>, SandboxError>> {
         Box::pin(async {
-            let (id, socket) = self.client.create().await?;
+            let (id, socket) = self.client.create(lower).await?;
             let mut cell = LocalCell {
                 id,
                 client: Arc::clone(&self.client),

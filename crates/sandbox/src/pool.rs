@@ -1,20 +1,22 @@
 //! The pool: sandboxes made ahead, each handed out once.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use drillyard_sandbox_init::control::Lower;
 use drillyard_sandbox_init::frame::put;
-use drillyard_sandbox_init::init::{Entry, Kind, Reply, Request};
+use drillyard_sandbox_init::init::{CONTENT_BYTES, Entry, Kind, Reply, Request, What};
 
 use crate::admission::Door;
 use crate::docker::Docker;
+use crate::layers::{Layer, Layers, Origin};
 use crate::local::Local;
-use crate::sandbox::{Contents, exchange, receive};
+use crate::sandbox::{Contents, exchange, receive, unexpected};
 use crate::{
-    Admission, Backend, Cell, Gauge, HostGauge, ImageReport, Limits, LimitsReport, Policy, Sandbox,
-    SandboxConfig, SandboxError, Snapshot,
+    Admission, Backend, Call, CallOutcome, CallResult, Cell, Gauge, HostGauge, Image, ImageReport,
+    Limits, LimitsReport, Policy, Sandbox, SandboxConfig, SandboxError, Snapshot,
 };
 
 /// How long a sandbox may take to set itself up or to write its first files.
@@ -25,7 +27,16 @@ const PATIENCE: Duration = Duration::from_secs(30);
 pub struct Setup {
     /// Path (relative to `/work`, or absolute under `/tmp`) and content. Parent directories are made.
     pub files: Vec<(String, Arc<[u8]>)>,
+    /// Command lines run one after another once the files are there, each of which must succeed: make a database, unpack
+    /// an archive. Where the pool has a cache they run once, and their outcome is a layer that every lease starts from.
+    pub commands: Vec<String>,
 }
+
+/// Set-ups of so many bytes or files, or more, become layers where the pool has a cache. Measured (`--example layers`, two
+/// cores, without waits for a scheduler's tick): a lease from the pool costs 0.25 ms, and 2.3 ms with 100 files, 1.9 ms
+/// with one of 1 MiB, 33 ms with 16 MiB unpacked into it; a sandbox made on a layer costs 2.3 ms whatever is in it.
+const LAYER_BYTES: usize = 3 << 19;
+const LAYER_FILES: usize = 100;
 
 impl Setup {
     /// From paths and contents.
@@ -37,7 +48,51 @@ impl Setup {
                 .into_iter()
                 .map(|(p, b)| (p.into(), b.into()))
                 .collect(),
+            commands: Vec::new(),
         }
+    }
+
+    /// With commands to run once the files are there.
+    #[must_use]
+    pub fn then<C: Into<String>>(mut self, commands: impl IntoIterator<Item = C>) -> Self {
+        self.commands.extend(commands.into_iter().map(Into::into));
+        self
+    }
+
+    fn is_large(&self) -> bool {
+        self.files.len() >= LAYER_FILES
+            || self.files.iter().map(|(_, b)| b.len()).sum::<usize>() >= LAYER_BYTES
+    }
+
+    /// Whether two are copies of one another; never looks at contents.
+    fn is(&self, other: &Self) -> bool {
+        self.files.len() == other.files.len()
+            && self.commands == other.commands
+            && self
+                .files
+                .iter()
+                .zip(&other.files)
+                .all(|((p, a), (q, b))| Arc::ptr_eq(a, b) && p == q)
+    }
+
+    /// What identifies its layer in an image.
+    fn key(&self, image: &str) -> String {
+        let mut hasher = blake3::Hasher::new();
+        let mut part = |bytes: &[u8]| {
+            hasher.update(&(bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        };
+        part(b"setup 1");
+        part(image.as_bytes());
+        for (path, content) in &self.files {
+            part(path.as_bytes());
+            part(content);
+        }
+        part(b"");
+        for command in &self.commands {
+            part(command.as_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
     }
 
     fn entries(&self) -> (Vec<Entry>, Vec<u8>) {
@@ -70,6 +125,12 @@ pub(crate) struct Inner {
     size: usize,
     filling: AtomicBool,
     door: Door,
+    layers: Option<Layers>,
+    /// One set-up's layer is built at a time.
+    building: tokio::sync::Mutex<()>,
+    tools: tokio::sync::OnceCell<BTreeMap<String, String>>,
+    /// Keys of the large set-ups leased last: hashing one would cost more than the lease.
+    keys: Mutex<VecDeque<(Setup, String)>>,
 }
 
 impl std::fmt::Debug for Pool {
@@ -100,14 +161,7 @@ impl Pool {
                 });
             }
         };
-        Self::with_policy(
-            backend,
-            config.limits,
-            config.pool_size,
-            policy,
-            Box::new(HostGauge::new()),
-        )
-        .await
+        Self::assemble(backend, &config, policy, Box::new(HostGauge::new())).await
     }
 
     /// A pool over a backend of one's own.
@@ -116,8 +170,13 @@ impl Pool {
         limits: Limits,
         pool_size: usize,
     ) -> Result<Self, SandboxError> {
+        let config = SandboxConfig {
+            limits,
+            pool_size,
+            ..SandboxConfig::default()
+        };
         let gauge = Box::new(HostGauge::new());
-        Self::with_policy(backend, limits, pool_size, Policy::default(), gauge).await
+        Self::assemble(backend, &config, Policy::default(), gauge).await
     }
 
     /// A pool of `local` sandboxes that grants leases by a policy and readings of one's own.
@@ -128,16 +187,30 @@ impl Pool {
     ) -> Result<Self, SandboxError> {
         policy.check()?;
         let backend = Box::new(Local::start(&config).await?);
-        Self::with_policy(backend, config.limits, config.pool_size, policy, gauge).await
+        Self::assemble(backend, &config, policy, gauge).await
     }
 
-    async fn with_policy(
+    async fn assemble(
         backend: Box<dyn Backend>,
-        limits: Limits,
-        pool_size: usize,
+        config: &SandboxConfig,
         policy: Policy,
         gauge: Box<dyn Gauge>,
     ) -> Result<Self, SandboxError> {
+        // Without them every set-up is written anew at each lease.
+        let layers = config
+            .cache_dir
+            .as_deref()
+            .filter(|_| backend.has_layers())
+            .map(|dir| {
+                Layers::open(
+                    dir,
+                    &backend.image().digest,
+                    config.image != Image::Host,
+                    config.cache_bytes,
+                )
+            })
+            .transpose()?;
+        let (limits, pool_size) = (config.limits.clone(), config.pool_size);
         let door = Door::new(policy, gauge, limits.memory_bytes);
         let pool = Self {
             inner: Arc::new(Inner {
@@ -147,6 +220,10 @@ impl Pool {
                 size: pool_size,
                 filling: AtomicBool::new(false),
                 door,
+                layers,
+                building: tokio::sync::Mutex::default(),
+                tools: tokio::sync::OnceCell::new(),
+                keys: Mutex::default(),
             }),
         };
         // The first one shows that the host really lets sandboxes be made.
@@ -197,7 +274,108 @@ impl Pool {
 
     /// Hands out a fresh sandbox with these files in it; waits, in order, while there is no room for another one.
     pub async fn lease(&self, setup: &Setup) -> Result<Sandbox, SandboxError> {
-        self.lease_contents(Contents::Setup(setup.clone())).await
+        let contents = match &self.inner.layers {
+            Some(layers) if !setup.commands.is_empty() || setup.is_large() => {
+                Contents::Layer(self.layer_of(setup, layers).await?)
+            }
+            _ => Contents::Setup(setup.clone()),
+        };
+        self.lease_contents(contents).await
+    }
+
+    /// The layer of a set-up, built unless it is there.
+    async fn layer_of(&self, setup: &Setup, layers: &Layers) -> Result<Arc<Layer>, SandboxError> {
+        let key = self.key_of(setup);
+        if let Some(layer) = layers.get(&key)? {
+            return Ok(layer);
+        }
+        let _building = self.inner.building.lock().await;
+        if let Some(layer) = layers.get(&key)? {
+            return Ok(layer);
+        }
+        if setup.commands.is_empty() {
+            let (entries, body) = setup.entries();
+            return layers
+                .write(key, Origin::Setup, Vec::new(), entries, Vec::new(), body)
+                .await;
+        }
+        let mut sandbox = self.lease_contents(Contents::Setup(setup.clone())).await?;
+        let (entries, removed, body) = sandbox.delta().await?;
+        sandbox.close().await;
+        layers
+            .write(key, Origin::Setup, Vec::new(), entries, removed, body)
+            .await
+    }
+
+    fn key_of(&self, setup: &Setup) -> String {
+        const KEPT: usize = 8;
+        let keys = || {
+            self.inner
+                .keys
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+        };
+        let known = keys()
+            .iter()
+            .find(|(known, _)| known.is(setup))
+            .map(|(_, key)| key.clone());
+        known.unwrap_or_else(|| {
+            let key = setup.key(&self.image().digest);
+            let mut keys = keys();
+            keys.truncate(KEPT - 1);
+            keys.push_front((setup.clone(), key.clone()));
+            key
+        })
+    }
+
+    pub(crate) fn layers(&self) -> Result<&Layers, SandboxError> {
+        self.inner.layers.as_ref().ok_or_else(|| {
+            let backend = &self.inner.backend;
+            if backend.has_layers() {
+                SandboxError::Config {
+                    field: "cache_dir",
+                    message: "states can only be saved where it names a directory".into(),
+                }
+            } else {
+                SandboxError::Config {
+                    field: "backend",
+                    message: format!(
+                        "{} sandboxes cannot start on layers, so no state can be saved; take snapshots instead",
+                        backend.name()
+                    ),
+                }
+            }
+        })
+    }
+
+    /// Versions of the tools there are inside, found by asking them once; where the pool has a cache, once for the image.
+    pub async fn tool_versions(&self) -> Result<&BTreeMap<String, String>, SandboxError> {
+        self.inner
+            .tools
+            .get_or_try_init(|| async {
+                let kept = self.inner.layers.as_ref().map(Layers::tools);
+                if let Some(tools) = kept
+                    .as_ref()
+                    .and_then(|path| serde_json::from_slice(&fs_err::read(path).ok()?).ok())
+                {
+                    return Ok(tools);
+                }
+                let mut sandbox = self.lease(&Setup::default()).await?;
+                let result = sandbox.call(Call::shell(ASK_TOOLS)).await?;
+                sandbox.close().await;
+                let said = String::from_utf8_lossy(&result.stdout);
+                let tools: BTreeMap<_, _> = said
+                    .lines()
+                    .filter_map(|line| line.split_once('\t'))
+                    .map(|(tool, version)| (tool.to_owned(), version.trim().to_owned()))
+                    .collect();
+                if let Some(path) = kept {
+                    let text = serde_json::to_vec(&tools).map_err(std::io::Error::from)?;
+                    fs_err::write(path, text)?;
+                }
+                Ok(tools)
+            })
+            .await
     }
 
     /// Hands out a fresh sandbox in a snapshot's state: a branch.
@@ -205,7 +383,7 @@ impl Pool {
         self.lease_contents(Contents::Snapshot(from.clone())).await
     }
 
-    async fn lease_contents(&self, contents: Contents) -> Result<Sandbox, SandboxError> {
+    pub(crate) async fn lease_contents(&self, contents: Contents) -> Result<Sandbox, SandboxError> {
         let ticket = self.inner.door.enter(&*self.inner.backend).await;
         let cell = self.fresh(&contents).await?;
         ticket.keep();
@@ -228,14 +406,31 @@ impl Pool {
 
     /// A sandbox nobody has used, with the given contents.
     pub(crate) async fn fresh(&self, contents: &Contents) -> Result<Box<dyn Cell>, SandboxError> {
-        let (entries, body) = match contents {
-            Contents::Setup(setup) => setup.entries(),
-            Contents::Snapshot(snapshot) => (snapshot.entries.to_vec(), snapshot.body.to_vec()),
+        if let Contents::Layer(layer) = contents {
+            let mut cell = self.inner.make_on(layer.lower.clone()).await?;
+            let rest = &layer.rest;
+            if !rest.entries.is_empty() {
+                let request = Request::Unpack {
+                    entries: rest.entries.to_vec(),
+                    remove: Vec::new(),
+                };
+                done(exchange(&mut *cell, &request, &rest.body, 0, PATIENCE).await)?;
+            }
+            return Ok(cell);
+        }
+        let (entries, remove, body) = match contents {
+            Contents::Layer(_) => (Vec::new(), Vec::new(), Vec::new()),
+            Contents::Setup(setup) => {
+                let (entries, body) = setup.entries();
+                (entries, Vec::new(), body)
+            }
+            Contents::Snapshot(snapshot) => (
+                snapshot.entries.to_vec(),
+                snapshot.removed.to_vec(),
+                snapshot.body.to_vec(),
+            ),
         };
-        let request = Request::Unpack {
-            entries,
-            remove: Vec::new(),
-        };
+        let request = Request::Unpack { entries, remove };
         loop {
             let taken = self.inner.ready().pop_front();
             let kept_ready = taken.is_some();
@@ -245,19 +440,14 @@ impl Pool {
                 None => self.inner.make().await?,
             };
             match exchange(&mut *cell, &request, &body, 0, PATIENCE).await {
-                Ok((Reply::Done, _)) => return Ok(cell),
-                Ok((Reply::Refused { message }, _)) => {
-                    return Err(SandboxError::Refused { message });
-                }
                 // One that died while it waited in the pool is nobody's fault; the next one serves.
-                Err(SandboxError::Lost { .. }) if kept_ready => {}
-                Ok(_) => {
-                    return Err(SandboxError::Protocol(std::io::Error::other(
-                        "not an answer to unpacking",
-                    )));
-                }
-                Err(error) => return Err(error),
+                Err(SandboxError::Lost { .. }) if kept_ready => continue,
+                answer => done(answer)?,
             }
+            if let Contents::Setup(setup) = contents {
+                self.inner.run(&mut *cell, &setup.commands).await?;
+            }
+            return Ok(cell);
         }
     }
 
@@ -298,9 +488,39 @@ impl Inner {
         self.ready.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Runs a set-up's commands.
+    async fn run(&self, cell: &mut dyn Cell, commands: &[String]) -> Result<(), SandboxError> {
+        let timeout = self.limits.call_timeout;
+        for command in commands {
+            let request = Request::Call {
+                what: What::Shell {
+                    command: command.clone(),
+                },
+                timeout_us: timeout.as_micros() as u64,
+            };
+            let room = 2 * self.limits.output_bytes + CONTENT_BYTES + (1 << 20);
+            let result = match exchange(cell, &request, &[], room, timeout + PATIENCE).await? {
+                (Reply::Called(called), body) => CallResult::of(*called, &body, &self.limits)?,
+                (other, _) => return Err(unexpected(&other)),
+            };
+            if result.outcome != CallOutcome::Ok {
+                return Err(SandboxError::Setup {
+                    command: command.clone(),
+                    outcome: result.outcome.as_str(),
+                    said: String::from_utf8_lossy(&result.stderr).into_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
     /// Makes one and waits until it is set up.
     async fn make(&self) -> Result<Box<dyn Cell>, SandboxError> {
-        let mut cell = self.backend.create().await?;
+        self.make_on(Lower::default()).await
+    }
+
+    async fn make_on(&self, lower: Lower) -> Result<Box<dyn Cell>, SandboxError> {
+        let mut cell = self.backend.create_on(lower).await?;
         match tokio::time::timeout(PATIENCE, receive(&mut *cell, 0)).await {
             Ok(Ok((Reply::Ready, _))) => Ok(cell),
             Ok(Ok((Reply::Broken { step, message }, _))) => {
@@ -314,3 +534,16 @@ impl Inner {
         }
     }
 }
+
+/// The answer to unpacking.
+fn done(answer: Result<(Reply, Vec<u8>), SandboxError>) -> Result<(), SandboxError> {
+    match answer? {
+        (Reply::Done, _) => Ok(()),
+        (other, _) => Err(unexpected(&other)),
+    }
+}
+
+/// Prints name and first line of `--version` of each tool that is there.
+const ASK_TOOLS: &str = "for t in bash sh python3 perl sqlite3 git ls sed awk gawk grep find tar gzip gcc make node java go rustc curl jq; do \
+    command -v $t >/dev/null || continue; v=$($t --version 2>&1 </dev/null); \
+    printf '%s\\t%s\\n' $t \"$v\" | head -n 1; done";

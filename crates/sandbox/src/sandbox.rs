@@ -1,5 +1,6 @@
 //! One leased sandbox.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -8,6 +9,7 @@ use drillyard_sandbox_init::frame;
 use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Entry, Kind, Reply, Request};
 
 use crate::call::most_memory;
+use crate::layers::Layer;
 use crate::{
     Autopsy, Call, CallResult, Cell, ChangedFile, NetworkRequest, Pool, SandboxError, Setup,
     Snapshot,
@@ -25,6 +27,7 @@ const MAX_SNAPSHOT: u64 = 1 << 30;
 pub(crate) enum Contents {
     Setup(Setup),
     Snapshot(Snapshot),
+    Layer(Arc<Layer>),
 }
 
 /// A sandbox in use. Dropping it kills it; [`Sandbox::close`] also waits until it is gone.
@@ -119,12 +122,13 @@ impl Sandbox {
     pub async fn snapshot(&mut self) -> Result<Snapshot, SandboxError> {
         let request = Request::Pack {
             max_bytes: MAX_SNAPSHOT,
+            delta: false,
         };
         match self
             .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
             .await
         {
-            Ok((Reply::Packed { entries }, body)) => {
+            Ok((Reply::Packed { entries, removed }, body)) => {
                 if entries.iter().any(|e| e.content.of(&body).is_none()) {
                     return Err(SandboxError::Protocol(std::io::Error::other(
                         "contents lie outside the message",
@@ -132,6 +136,7 @@ impl Sandbox {
                 }
                 Ok(Snapshot {
                     entries: entries.into(),
+                    removed: removed.into(),
                     body: body.into(),
                 })
             }
@@ -145,7 +150,9 @@ impl Sandbox {
         self.swap(Contents::Snapshot(snapshot.clone())).await
     }
 
-    /// Back to the state it was leased in, in a fresh sandbox.
+    /// Back to the state it was leased in, in a fresh sandbox. Taking one from the pool costs 0.3 ms with 100 changed files;
+    /// emptying this one's file system in place would cost 0.5 ms, grow with what changed, need PID 1 to keep the right
+    /// to mount, and leave what is no file. On a layer a fresh one costs 2.3 ms.
     pub async fn reset(&mut self) -> Result<(), SandboxError> {
         self.swap(self.contents.clone()).await
     }
@@ -208,7 +215,37 @@ impl Sandbox {
         }
     }
 
-    async fn swap(&mut self, contents: Contents) -> Result<(), SandboxError> {
+    /// What differs from the layers this sandbox began with.
+    pub(crate) async fn delta(
+        &mut self,
+    ) -> Result<(Vec<Entry>, Vec<String>, Vec<u8>), SandboxError> {
+        let request = Request::Pack {
+            max_bytes: MAX_SNAPSHOT,
+            delta: true,
+        };
+        match self
+            .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
+            .await
+        {
+            Ok((Reply::Packed { entries, removed }, body)) => Ok((entries, removed, body)),
+            Ok((other, _)) => Err(unexpected(&other)),
+            Err((error, _)) => Err(error),
+        }
+    }
+
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// The layers this sandbox began with, the topmost first.
+    pub(crate) fn chain(&self) -> Vec<String> {
+        match &self.contents {
+            Contents::Layer(layer) => layer.chain.clone(),
+            _ => Vec::new(),
+        }
+    }
+
+    pub(crate) async fn swap(&mut self, contents: Contents) -> Result<(), SandboxError> {
         let fresh = self.pool.fresh(&contents).await?;
         // The old one dies in its own time.
         self.cell = Some(fresh);
@@ -271,7 +308,7 @@ impl Drop for Sandbox {
     }
 }
 
-fn unexpected(reply: &Reply) -> SandboxError {
+pub(crate) fn unexpected(reply: &Reply) -> SandboxError {
     match reply {
         Reply::Refused { message } => SandboxError::Refused {
             message: message.clone(),

@@ -132,6 +132,13 @@ impl Docker {
                 message: "the docker backend cannot do without; leave it true".into(),
             });
         }
+        if config.network.allow_list().is_some() {
+            return Err(SandboxError::Config {
+                field: "network",
+                message: "the docker backend has no network to give; use the local backend, or no network"
+                    .into(),
+            });
+        }
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
         let engine = Engine::connect(config.engine.as_deref()).await?;
         let swept = sweep(&engine).await;
