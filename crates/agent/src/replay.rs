@@ -246,6 +246,7 @@ impl<'a> Run<'a> {
         }
         let setup = Setup {
             files: self.files.setup().to_vec(),
+            ..Setup::default()
         };
         let mut sandbox = self.pool.lease(&setup).await?;
         let changes = self.files.changes();

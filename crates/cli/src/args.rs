@@ -69,8 +69,44 @@ pub(crate) enum Command {
     Base,
     /// Show which sandbox limits hold on this host, and how.
     Limits,
+    /// Root file systems for sandboxes: list, import, build, verify, remove.
+    Image {
+        /// What to do.
+        #[command(subcommand)]
+        command: ImageCommand,
+    },
     /// Figures as JSON lines, each beside its baseline.
     Bench,
+}
+
+/// What is done with images.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ImageCommand {
+    /// The images in the yard.
+    List,
+    /// Bring in a directory, a tar, or what `docker save`, `docker export` or an OCI tool wrote.
+    Import {
+        /// The directory or archive.
+        path: Utf8PathBuf,
+        /// What to call it; the file's name by default.
+        #[arg(long)]
+        name: Option<String>,
+    },
+    /// Build one from a recipe (crates/sandbox/README.md tells its keys).
+    Build {
+        /// The recipe, a TOML file.
+        recipe: Utf8PathBuf,
+    },
+    /// Check that an image's files still are what its digest says.
+    Verify {
+        /// Its name or the beginning of its digest.
+        image: String,
+    },
+    /// Remove an image.
+    Remove {
+        /// Its name or the beginning of its digest.
+        image: String,
+    },
 }
 
 /// Which part of the work list to do.

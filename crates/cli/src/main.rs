@@ -82,6 +82,7 @@ async fn dispatch(args: Args, ui: Ui) -> Result<u8, drillyard_stage::Failure> {
         Command::Control => commands::control::run(&context).await,
         Command::Base => commands::base::run(&context).await,
         Command::Limits => commands::limits::run(&context).await,
+        Command::Image { command } => commands::image::run(&context, &command).await,
         Command::Bench => commands::bench::run(&context).await,
         Command::Sql(_) => Ok(exit::OK),
     }

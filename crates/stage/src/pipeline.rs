@@ -158,6 +158,8 @@ impl Default for RolloutConfig {
 pub struct SandboxSettings {
     /// `local`, or `docker` for containers of the engine that DOCKER_HOST names.
     pub backend: String,
+    /// Root file system: `host` for the host's own programs, or an image's name or digest (`drillyard image list`).
+    pub image: String,
     /// Hosts that tools may reach, such as `pypi.org:443`; none by default.
     pub network: Vec<String>,
     /// Folder in which answers to plain HTTP GETs are kept, so that later episodes get the same; none when empty.
@@ -174,6 +176,7 @@ impl Default for SandboxSettings {
     fn default() -> Self {
         Self {
             backend: "local".to_owned(),
+            image: "host".to_owned(),
             network: Vec::new(),
             network_cache: Utf8PathBuf::new(),
             require_limits: Vec::new(),

@@ -3,6 +3,7 @@
 pub(crate) mod base;
 pub(crate) mod bench;
 pub(crate) mod control;
+pub(crate) mod image;
 pub(crate) mod import;
 pub(crate) mod limits;
 pub(crate) mod loop_;

@@ -5,7 +5,7 @@ use std::env;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::context::{Context, Run, absolute};
+use crate::context::{Context, Run, absolute, output};
 use crate::endpoint::Endpoint;
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_agent::{
@@ -14,7 +14,9 @@ use drillyard_agent::{
 };
 use drillyard_gym::{TaskSet, Toolset, task_set};
 use drillyard_render::Tokenizer;
-use drillyard_sandbox::{AllowList, Image, Limits, LimitsReport, Network, Pool, SandboxConfig};
+use drillyard_sandbox::{
+    AllowList, Image, ImageStore, Limits, LimitsReport, Network, Pool, SandboxConfig,
+};
 use drillyard_schema::{Purpose, Split, Task};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT, INTERRUPTED, OUTPUT, REFUSED, USAGE};
 use drillyard_stage::{Failure, Pipeline, PolicyConfig, PolicyKind, SandboxSettings};
@@ -343,6 +345,16 @@ pub(crate) fn sandbox_failure(error: &drillyard_sandbox::SandboxError) -> Failur
     Failure::from_error(code, error)
 }
 
+/// The images of the yard.
+///
+/// # Errors
+/// A folder that can't be made or read.
+pub(crate) fn image_store(pipeline: &Pipeline) -> Result<ImageStore, Failure> {
+    let dir = absolute(&pipeline.yard)?;
+    fs_err::create_dir_all(&dir).map_err(|e| output(&dir, &e))?;
+    ImageStore::open(dir).map_err(|e| Failure::from_error(INPUT, &e))
+}
+
 /// The settings of the sandboxes as the sandbox crate takes them.
 pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failure> {
     let settings = &pipeline.sandbox;
@@ -366,7 +378,14 @@ pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failu
     };
     Ok(SandboxConfig {
         backend: settings.backend.clone(),
-        image: Image::Host,
+        image: if settings.image == "host" {
+            Image::Host
+        } else {
+            image_store(pipeline)?
+                .find(&settings.image)
+                .map_err(|e| Failure::from_error(INPUT, &e).hint("`drillyard image list` shows those there are, `drillyard image import PATH` brings one in"))?
+                .image()
+        },
         network,
         oversubscription: settings.oversubscription,
         limits: Limits {

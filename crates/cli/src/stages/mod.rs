@@ -10,8 +10,8 @@ mod train;
 
 pub(crate) use credit::CreditStage;
 pub(crate) use drill::{
-    Drill, PolicySpec, Served, agent_failure, deciding, model_dir, named_task_set, require,
-    revision_of, sandbox_config, sandbox_failure, tasks, toolset,
+    Drill, PolicySpec, Served, agent_failure, deciding, image_store, model_dir, named_task_set,
+    require, revision_of, sandbox_config, sandbox_failure, tasks, toolset,
 };
 pub(crate) use eval::EvalStage;
 pub(crate) use faults::decides;
