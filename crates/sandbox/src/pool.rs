@@ -404,19 +404,28 @@ impl Pool {
         self.inner.door.note(bytes);
     }
 
+    /// A sandbox nobody has used on a layer, with what is to be written above it.
+    pub(crate) async fn on_layer(
+        &self,
+        layer: &Layer,
+        entries: Vec<Entry>,
+        remove: Vec<String>,
+        body: &[u8],
+    ) -> Result<Box<dyn Cell>, SandboxError> {
+        let mut cell = self.inner.make_on(layer.lower.clone()).await?;
+        if !(entries.is_empty() && remove.is_empty()) {
+            let request = Request::Unpack { entries, remove };
+            done(exchange(&mut *cell, &request, body, 0, PATIENCE).await)?;
+        }
+        Ok(cell)
+    }
+
     /// A sandbox nobody has used, with the given contents.
     pub(crate) async fn fresh(&self, contents: &Contents) -> Result<Box<dyn Cell>, SandboxError> {
         if let Contents::Layer(layer) = contents {
-            let mut cell = self.inner.make_on(layer.lower.clone()).await?;
             let rest = &layer.rest;
-            if !rest.entries.is_empty() {
-                let request = Request::Unpack {
-                    entries: rest.entries.to_vec(),
-                    remove: Vec::new(),
-                };
-                done(exchange(&mut *cell, &request, &rest.body, 0, PATIENCE).await)?;
-            }
-            return Ok(cell);
+            let entries = rest.entries.to_vec();
+            return self.on_layer(layer, entries, Vec::new(), &rest.body).await;
         }
         let (entries, remove, body) = match contents {
             Contents::Layer(_) => (Vec::new(), Vec::new(), Vec::new()),

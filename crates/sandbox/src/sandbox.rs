@@ -118,8 +118,16 @@ impl Sandbox {
         Ok(result)
     }
 
-    /// Copies every file out.
+    /// Copies every file out. Refuses where the layers the sandbox began with changed the root: a snapshot holds what
+    /// differs from the image and could not hold that.
     pub async fn snapshot(&mut self) -> Result<Snapshot, SandboxError> {
+        if let Contents::Layer(layer) = &self.contents
+            && !layer.lower.root.is_empty()
+        {
+            return Err(SandboxError::Refused {
+                message: "the layers it began with changed the root; save it instead".into(),
+            });
+        }
         let request = Request::Pack {
             max_bytes: MAX_SNAPSHOT,
             delta: false,
@@ -164,8 +172,16 @@ impl Sandbox {
             // Copying them takes memory, and there may be none left.
             cell.relax().await;
         }
-        let files = self.snapshot().await?;
-        self.cell = Some(self.pool.fresh(&Contents::Snapshot(files)).await?);
+        // Above the same layers, or what is saved next would not know what of them was deleted.
+        let fresh = if let Contents::Layer(layer) = &self.contents {
+            let layer = Arc::clone(layer);
+            let (entries, removed, body) = self.delta().await?;
+            self.pool.on_layer(&layer, entries, removed, &body).await?
+        } else {
+            let files = self.snapshot().await?;
+            self.pool.fresh(&Contents::Snapshot(files)).await?
+        };
+        self.cell = Some(fresh);
         self.unusable = false;
         Ok(())
     }

@@ -1687,3 +1687,50 @@ fn a_digest_does_not_depend_on_the_umask() {
         image.digest
     );
 }
+
+#[tokio::test]
+async fn a_renewed_sandbox_stands_on_the_same_layers() {
+    let place = Place::new();
+    for (kind, image) in both(&place.path()).await {
+        let pool = cached(&place.path().join(kind), image).await;
+        let setup = Setup::new([("/tmp/t", b"t")]).then(["mkdir d; echo a > d/a; echo b > b"]);
+        let mut sandbox = pool.lease(&setup).await.unwrap();
+        let change = "rm b /tmp/t; rm -r d; mkdir d; echo c > d/c; echo u > /tmp/u";
+        output(&mut sandbox, change).await;
+        let look = "ls -AR . /tmp; cat d/c /tmp/u";
+        let before = output(&mut sandbox, look).await;
+        assert!(before.ends_with("c\nu"), "{kind}: {before}");
+        sandbox.renew().await.unwrap();
+        assert_eq!(output(&mut sandbox, look).await, before, "{kind}");
+        let saved = sandbox.save().await.unwrap();
+        sandbox.close().await;
+        let mut branch = pool.lease_saved(&saved).await.unwrap();
+        assert_eq!(output(&mut branch, look).await, before, "{kind}: saved");
+        branch.close().await;
+    }
+}
+
+#[tokio::test]
+async fn a_snapshot_that_would_leave_changes_of_the_root_out_is_refused() {
+    let place = Place::new();
+    for (kind, image) in both(&place.path()).await {
+        let own_root = image != Image::Host;
+        let pool = cached(&place.path().join(kind), image).await;
+        let command = if own_root {
+            "echo x > /etc/of-the-layer"
+        } else {
+            "echo x > x"
+        };
+        let mut sandbox = pool.lease(&Setup::default().then([command])).await.unwrap();
+        let snapshot = sandbox.snapshot().await;
+        if own_root {
+            let error = snapshot.unwrap_err().to_string();
+            assert!(error.contains("save it instead"), "{error}");
+            sandbox.renew().await.unwrap();
+            assert_eq!(output(&mut sandbox, "cat /etc/of-the-layer").await, "x");
+        } else {
+            snapshot.unwrap();
+        }
+        sandbox.close().await;
+    }
+}
