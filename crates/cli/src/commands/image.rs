@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use camino::Utf8Path;
-use drillyard_sandbox::{ImageStore, Recipe, SandboxError, StoredImage};
+use drillyard_sandbox::{Recipe, SandboxError, StoredImage};
 use drillyard_stage::exit::{ENVIRONMENT, INPUT, OK};
 use drillyard_stage::{Failure, Ui};
 
