@@ -1693,7 +1693,7 @@ async fn a_renewed_sandbox_stands_on_the_same_layers() {
     let place = Place::new();
     for (kind, image) in both(&place.path()).await {
         let pool = cached(&place.path().join(kind), image).await;
-        let setup = Setup::new([("/tmp/t", b"t")]).then(["mkdir d; echo a > d/a; echo b > b"]);
+        let setup = Setup::new([("/tmp/t", &b"t"[..])]).then(["mkdir d; echo a > d/a; echo b > b"]);
         let mut sandbox = pool.lease(&setup).await.unwrap();
         let change = "rm b /tmp/t; rm -r d; mkdir d; echo c > d/c; echo u > /tmp/u";
         output(&mut sandbox, change).await;
