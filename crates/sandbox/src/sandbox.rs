@@ -118,16 +118,8 @@ impl Sandbox {
         Ok(result)
     }
 
-    /// Copies every file out. Refuses where the layers the sandbox began with changed the root: a snapshot holds what
-    /// differs from the image and could not hold that.
+    /// Copies every file out. What the layers it began with changed of the root is not among them: save it to keep that.
     pub async fn snapshot(&mut self) -> Result<Snapshot, SandboxError> {
-        if let Contents::Layer(layer) = &self.contents
-            && !layer.lower.root.is_empty()
-        {
-            return Err(SandboxError::Refused {
-                message: "the layers it began with changed the root; save it instead".into(),
-            });
-        }
         let request = Request::Pack {
             max_bytes: MAX_SNAPSHOT,
             delta: false,
