@@ -25,7 +25,7 @@ RUN += --set import.path=$(IMPORT)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup helpers build rollout import qa credit train eval report nights seeds control base test vm-test lint notebooks bench bench-sandbox clean
+.PHONY: help setup helpers build front rollout import qa credit train eval report nights seeds control base test vm-test lint notebooks bench bench-sandbox clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -44,6 +44,9 @@ helpers: ## build the static programs that run inside sandboxes
 
 build: setup helpers ## build everything `make` runs
 	@$(CARGO) build --workspace --bins
+
+front: helpers ## build the front door alone, without libtorch: import, qa, sql, rollout against an endpoint
+	@$(CARGO) build -p drillyard-cli
 
 rollout: build ## run episodes in sandboxes; they land in the lake
 	@$(RUN) rollout
