@@ -535,7 +535,11 @@ fn memory_budget() -> usize {
         .ok()
         .and_then(|text| {
             let line = text.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-            line.trim().strip_suffix(" kB")?.trim().parse::<usize>().ok()
+            line.trim()
+                .strip_suffix(" kB")?
+                .trim()
+                .parse::<usize>()
+                .ok()
         })
         .map_or(4 << 30, |kib| kib << 10);
     (available / 2).max(256 << 20)

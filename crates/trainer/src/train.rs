@@ -257,7 +257,10 @@ pub fn fit(
     } else if let Some(store) = store
         && hyper.validate_every > 0
         && (state.step.is_multiple_of(hyper.validate_every) || state.step == total)
-        && state.validations.iter().all(|(step, _)| *step != state.step)
+        && state
+            .validations
+            .iter()
+            .all(|(step, _)| *step != state.step)
     {
         // Killed between saving this state and measuring it.
         let epoch = schedule.steps[state.step as usize - 1].0;

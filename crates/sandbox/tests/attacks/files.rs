@@ -187,7 +187,7 @@ pub async fn swap(yard: Arc<Yard>) -> Outcome {
     let mut sandbox = yard.sandbox().await;
     // It goes on in the background when its call ends, if it is let.
     let swapper = format!(
-        "os.mkdir('d'); open('d/{0}', 'w').write('inner')\nos.symlink('{place}', 'l')\nif os.fork():\n    time.sleep(0.2)\n    os._exit(0)\nos.setsid()\nn = 0\nwhile True:\n    os.rename('d', 't'); os.rename('l', 'd'); os.rename('t', 'l')\n    n += 1\n    if n % 64 == 0: open('count', 'w').write(str(n))",
+        "os.mkdir('d'); open('d/{0}', 'w').write('inner')\nos.symlink('{place}', 'l')\nif os.fork():\n    time.sleep(0.2)\n    os._exit(0)\nos.setsid()\nn = 0\ncount = os.open('count', os.O_CREAT | os.O_WRONLY)\nwhile True:\n    os.rename('d', 't'); os.rename('l', 'd'); os.rename('t', 'l')\n    n += 1\n    if n % 64 == 0: os.pwrite(count, b'%09d' % n, 0)",
         canary.words
     );
     let result = python_result(&mut sandbox, &swapper).await;
