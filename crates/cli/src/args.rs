@@ -13,7 +13,7 @@ pub(crate) struct Args {
     /// Override one setting of the pipeline, such as train.lr=1e-4 (repeatable).
     #[arg(long = "set", global = true, value_name = "KEY=VALUE")]
     pub overrides: Vec<String>,
-    /// Run nothing in sandboxes unless every configured limit holds on this host (sandbox.require_limits = ["all"]).
+    /// Run nothing in sandboxes unless every configured limit holds on this host (as sandbox.require_limits does).
     #[arg(long, global = true)]
     pub require_limits: bool,
     /// Only warnings and errors on standard error.

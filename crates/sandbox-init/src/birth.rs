@@ -1,6 +1,6 @@
 //! How one sandbox comes to be: cloned from the helper with namespaces of its own, it sets itself up and turns PID 1.
 
-use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, FromRawFd, IntoRawFd, OwnedFd, RawFd};
 
 use drillyard_sandbox_init::control::{Lower, Start};
 use drillyard_sandbox_init::frame;
@@ -174,7 +174,14 @@ pub fn make(
             drop(open_gate);
             let entered = entrance.enter().at("joining the control group");
             let meter = group.map_or_else(Meter::default, |g| g.meter);
-            live(&gate, entered, inner, meter, start, filter, mode, trees)
+            // The gate opens when ids are mapped; it closes unopened if the helper gave up.
+            if !matches!(sys::read(gate.as_raw_fd(), &mut [0]), Ok(1)) {
+                sys::exit(1);
+            }
+            live(match entered {
+                Ok(()) => settle(inner, meter, start, filter, mode, trees),
+                Err(failure) => Err((inner.into_raw_fd(), failure)),
+            })
         }
         Cloned::Parent(pid) => {
             let mut sandbox = Sandbox { id, pid, group };
@@ -212,27 +219,8 @@ fn map_ids(id: u64, pid: i32, mode: Mode) -> std::io::Result<()> {
     std::fs::write(format!("/proc/{pid}/uid_map"), &map)
 }
 
-/// The child's life: set up, serve, end with the process.
-fn live(
-    gate: &OwnedFd,
-    entered: Result<(), Failure>,
-    socket: OwnedFd,
-    meter: Meter,
-    start: &Start,
-    filter: &[u8],
-    mode: Mode,
-    trees: Trees,
-) -> ! {
-    // The gate opens when ids are mapped; it closes unopened if the helper gave up.
-    let mut byte = [0];
-    if !matches!(sys::read(gate.as_raw_fd(), &mut byte), Ok(1)) {
-        sys::exit(1);
-    }
-    let raw = socket.as_raw_fd();
-    let settled = match entered {
-        Ok(()) => settle(socket, meter, start, filter, mode, trees),
-        Err(failure) => Err((raw, failure)),
-    };
+/// The life of the child that is set up: serve, end with the process. One that could not be says so on its socket.
+fn live(settled: Result<Inside<'_>, (RawFd, Failure)>) -> ! {
     match settled {
         Ok(inside) => pid1::serve(inside),
         Err((socket, failure)) => {
@@ -260,7 +248,8 @@ fn settle<'a>(
     let (socket, meter, trees) = keep(socket, meter, trees)
         .at("descriptors")
         .map_err(|f| (raw, f))?;
-    let raw = socket.as_raw_fd();
+    // Stays open where something fails, so that it can be said.
+    let raw = socket.into_raw_fd();
     let own_id = match mode {
         Mode::Root => 0,
         Mode::User => TOOL_ID,
@@ -273,7 +262,8 @@ fn settle<'a>(
     let signals = sys::sigchld_fd().at("signals").map_err(|f| (raw, f))?;
     let stack = sys::Stack::new().at("stack").map_err(|f| (raw, f))?;
     Ok(Inside {
-        socket,
+        // SAFETY: taken from its owner above.
+        socket: unsafe { OwnedFd::from_raw_fd(raw) },
         replies: None,
         signals,
         meter,
