@@ -25,7 +25,7 @@ RUN += --set import.path=$(IMPORT)
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help setup helpers build front rollout import qa credit train eval report nights seeds control base test vm-test lint notebooks bench bench-sandbox clean
+.PHONY: help setup helpers build front rollout import qa credit train eval report nights seeds control base test vm-test lint lint-cold notebooks bench bench-sandbox clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -94,6 +94,10 @@ vm-test: helpers ## sandboxes on pure control groups v2, in an emulated machine
 lint: setup ## format check and clippy, warnings denied
 	@$(CARGO) fmt --all --check
 	@$(CARGO) clippy --workspace --all-targets -- -D warnings
+
+lint-cold: setup ## the same where nothing is compiled yet: dependencies are compiled once for it and the tests
+	@$(CARGO) fmt --all --check
+	@RUSTC_WORKSPACE_WRAPPER=$(CURDIR)/.ci/clippy $(CARGO) build --quiet --workspace --all-targets
 
 notebooks: setup helpers ## run the notebooks over a small lake of their own
 	@test -x $(DRILLYARD) && test -x $(DRILLYARD)-torch || $(MAKE) build
