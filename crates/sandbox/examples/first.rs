@@ -12,8 +12,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     let setup = Setup::new([("in.csv", &b"name,count\nape,3\nbee,5\n"[..])]);
     let mut sandbox = pool.lease(&setup).await?;
-    let call =
-        Call::shell("cut -d, -f2 in.csv | tail -n +2 | paste -sd+ | tee sum.txt; rm -rf /usr 2>/dev/null; id");
+    let call = Call::shell(
+        "cut -d, -f2 in.csv | tail -n +2 | paste -sd+ | tee sum.txt; rm -rf /usr 2>/dev/null; id",
+    );
     let result = sandbox.call(call).await?;
     write!(out, "{}", String::from_utf8_lossy(&result.stdout))?;
     writeln!(out, "{} in {:?}", result.why(), result.wall)?;
