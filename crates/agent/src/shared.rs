@@ -165,7 +165,12 @@ impl Shared {
             let last = error.to_string();
             return self.abort(AgentError::SandboxGone { faults, last });
         }
-        Halt::End(EndReason::SandboxFault, Some(error.to_string()))
+        let reason = if matches!(error, SandboxError::Io(_)) {
+            EndReason::HostFault
+        } else {
+            EndReason::SandboxFault
+        };
+        Halt::End(reason, Some(error.to_string()))
     }
 
     /// A call came back.

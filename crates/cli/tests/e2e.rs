@@ -731,6 +731,29 @@ fn bad_input_ends_with_its_code_and_a_way_out() {
 }
 
 #[test]
+fn limits_that_do_not_hold_are_refused_where_they_must() {
+    // The disk is memory, so that much of it is given nowhere.
+    let yard = Yard::new(&["tasks.train=2", "sandbox.limits.disk_mib=1000000"]);
+    let refused = ["disk", "way out"];
+    yard.fails(&["--require-limits", "rollout"], 12, &refused);
+    let required = "sandbox.require_limits=[\"files\", \"disk\"]";
+    yard.fails(&["--set", required, "rollout"], 12, &refused);
+    yard.fails(&["--require-limits", "limits"], 12, &refused);
+    yard.fails(
+        &["--set", "sandbox.require_limits=[\"disc\"]", "rollout"],
+        2,
+        &["disc", "processes"],
+    );
+    let episodes = yard.rows("SELECT count(*) AS n FROM episodes");
+    assert_eq!(episodes[0]["n"], 0, "nothing was run");
+    yard.ok(&[
+        "--set",
+        "sandbox.require_limits=[\"wall time\", \"files\"]",
+        "rollout",
+    ]);
+}
+
+#[test]
 fn a_yard_that_cannot_be_written_is_named() {
     let file = tempfile::NamedTempFile::new().unwrap();
     let output = Command::new(env!("CARGO_BIN_EXE_drillyard"))

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use drillyard_sandbox_init::control::Lower;
@@ -126,6 +126,8 @@ pub(crate) struct Inner {
     filling: AtomicBool,
     door: Door,
     layers: Option<Layers>,
+    /// Whether sandboxes start on layers here, once that was tried.
+    layered: OnceLock<bool>,
     /// One set-up's layer is built at a time.
     building: tokio::sync::Mutex<()>,
     tools: tokio::sync::OnceCell<BTreeMap<String, String>>,
@@ -221,6 +223,7 @@ impl Pool {
                 filling: AtomicBool::new(false),
                 door,
                 layers,
+                layered: OnceLock::new(),
                 building: tokio::sync::Mutex::default(),
                 tools: tokio::sync::OnceCell::new(),
                 keys: Mutex::default(),
@@ -274,13 +277,29 @@ impl Pool {
 
     /// Hands out a fresh sandbox with these files in it; waits, in order, while there is no room for another one.
     pub async fn lease(&self, setup: &Setup) -> Result<Sandbox, SandboxError> {
-        let contents = match &self.inner.layers {
-            Some(layers) if !setup.commands.is_empty() || setup.is_large() => {
-                Contents::Layer(self.layer_of(setup, layers).await?)
+        let layered = &self.inner.layered;
+        if let Some(layers) = &self.inner.layers
+            && (!setup.commands.is_empty() || setup.is_large())
+            && layered.get() != Some(&false)
+        {
+            let layer = self.layer_of(setup, layers).await?;
+            match self.lease_contents(Contents::Layer(layer)).await {
+                // An older kernel, or a disk whose files can't be shown under another owner: slower, and otherwise the same.
+                Err(SandboxError::Create { step, message }) if layered.get().is_none() => {
+                    if layered.set(false).is_ok() {
+                        let dir = layers.dir();
+                        tracing::warn!(step, message, %dir, "no sandbox starts on a layer here; set-ups are written anew each time");
+                    }
+                }
+                answer => {
+                    if answer.is_ok() {
+                        let _ = layered.set(true);
+                    }
+                    return answer;
+                }
             }
-            _ => Contents::Setup(setup.clone()),
-        };
-        self.lease_contents(contents).await
+        }
+        self.lease_contents(Contents::Setup(setup.clone())).await
     }
 
     /// The layer of a set-up, built unless it is there.
@@ -443,12 +462,14 @@ impl Pool {
         loop {
             let taken = self.inner.ready().pop_front();
             let kept_ready = taken.is_some();
-            self.refill();
             let mut cell = match taken {
                 Some(cell) => cell,
                 None => self.inner.make().await?,
             };
-            match exchange(&mut *cell, &request, &body, 0, PATIENCE).await {
+            let answer = exchange(&mut *cell, &request, &body, 0, PATIENCE).await;
+            // Only now: making the next one would take a processor from what this one is waited for.
+            self.refill();
+            match answer {
                 // One that died while it waited in the pool is nobody's fault; the next one serves.
                 Err(SandboxError::Lost { .. }) if kept_ready => continue,
                 answer => done(answer)?,

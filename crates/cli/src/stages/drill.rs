@@ -386,6 +386,7 @@ pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failu
                 .map_err(|e| Failure::from_error(INPUT, &e).hint("`drillyard image list` shows those there are, `drillyard image import PATH` brings one in"))?
                 .image()
         },
+        cache_dir: Some(absolute(&pipeline.yard)?.join("cache")),
         network,
         oversubscription: settings.oversubscription,
         limits: Limits {
