@@ -18,6 +18,8 @@ use crate::Stream;
 
 /// With so many bytes waiting to go to PID 1, no more are taken from the proxy.
 const ENOUGH: usize = 64 << 10;
+/// With so many it is no PID 1 that we know: that one always reads, and is told little but data.
+const TOO_MUCH: usize = 1 << 20;
 /// Read from PID 1 at once.
 const INPUT: usize = 64 << 10;
 /// Bytes on their way between here and the proxy, for each connection and direction.
@@ -97,34 +99,39 @@ impl<S: Stream> Mux<S> {
                     self.message.extend(bytes);
                 }
                 Piece::Stream(id, Frame::Open) => {
-                    if id < self.next || self.connections.len() >= most(self.limits) {
-                        return Err(violation("PID 1 opened a stream that it must not"));
+                    if id < self.next {
+                        return Err(violation("PID 1 opened a stream anew"));
                     }
                     self.next = id.saturating_add(1);
                     let mut flow = Flow::new(id, self.limits.window);
-                    let (ours, theirs) = tokio::io::duplex(ON_THE_WAY);
+                    let (io, theirs) = tokio::io::duplex(ON_THE_WAY);
                     let (hold, held) = oneshot::channel();
-                    let end = End {
+                    let end = Box::new(End {
                         io: theirs,
                         _held: hold,
-                    };
-                    if self.opened.try_send(Box::new(end)).is_err() {
+                    });
+                    if self.connections.len() >= most(self.limits)
+                        || self.opened.try_send(end).is_err()
+                    {
                         flow.reset(&mut self.out);
                         continue;
                     }
                     let connection = Connection {
                         flow,
-                        io: ours,
+                        io,
                         held,
                         dropped: false,
                         shut: false,
                     };
                     self.connections.insert(id, connection);
                 }
-                // One that is not there is over.
                 Piece::Stream(id, frame) => {
+                    // One that is not there is over.
                     if let Some(connection) = self.connections.get_mut(&id) {
                         connection.flow.receive(frame)?;
+                        if connection.flow.is_over() {
+                            self.connections.remove(&id);
+                        }
                     }
                 }
             }
@@ -140,6 +147,9 @@ impl<S: Stream> Mux<S> {
             self.connections.retain(|_, c| c.pump(cx, chunk, out));
             let held_up = self.out.len() >= ENOUGH;
             let sent = self.send(cx)?;
+            if self.out.len() > TOO_MUCH {
+                return Err(violation("PID 1 does not read what it is sent"));
+            }
             if !(held_up && sent) {
                 return Ok(());
             }

@@ -76,13 +76,26 @@ async fn heard(mux: &mut Mux<DuplexStream>, peer: &mut Peer) -> String {
     }
 }
 
+/// Lets a mux work until a connection comes out of it.
+async fn opened(
+    mux: &mut Mux<DuplexStream>,
+    connections: &mut mpsc::Receiver<Box<dyn Stream>>,
+) -> Box<dyn Stream> {
+    let mut nothing = [0];
+    tokio::select! {
+        read = mux.read(&mut nothing) => panic!("{read:?}"),
+        connection = connections.recv() => connection.unwrap(),
+    }
+}
+
 /// Plays PID 1: opens a stream for each of `texts`, sends it in pieces, collects what comes back, replies when all are over.
 async fn supervisor(
-    mut socket: DuplexStream,
+    socket: DuplexStream,
     limits: Streams,
     texts: Vec<Vec<u8>>,
     piece: usize,
 ) -> Vec<Vec<u8>> {
+    let (mut from, mut to) = tokio::io::split(socket);
     let mut decoder = Decoder::default();
     let mut out = Vec::new();
     let mut all: Vec<_> = texts
@@ -94,7 +107,7 @@ async fn supervisor(
         })
         .collect();
     let mut buffer = vec![0; 3000];
-    while !all.iter().all(|(flow, ..)| flow.is_over()) || !out.is_empty() {
+    loop {
         for (flow, text, sent, got) in &mut all {
             let n = piece.min(flow.room()).min(text.len() - *sent);
             if n > 0 && out.len() < 10_000 {
@@ -108,24 +121,27 @@ async fn supervisor(
             got.extend_from_slice(&flow.front()[..n]);
             flow.pass(n, &mut out);
         }
+        if out.is_empty() && all.iter().all(|(flow, ..)| flow.is_over()) {
+            break;
+        }
         let idle = all.iter().all(|(flow, text, sent, _)| {
             flow.front().is_empty() && (flow.room() == 0 || *sent == text.len())
         });
         tokio::select! {
-            read = socket.read(&mut buffer), if idle || out.len() >= 10_000 => {
+            read = from.read(&mut buffer), if idle || out.len() >= 10_000 => {
                 let mut bytes = &buffer[..read.unwrap()];
                 while let Some(piece) = decoder.next(&mut bytes).unwrap() {
                     let Piece::Stream(id, frame) = piece else { panic!("{piece:?}") };
                     all[id as usize].0.receive(frame).unwrap();
                 }
             }
-            written = socket.write(&out), if !out.is_empty() => {
+            written = to.write(&out), if !out.is_empty() => {
                 out.drain(..written.unwrap());
             }
             () = tokio::task::yield_now(), if !idle => {}
         }
     }
-    socket.write_all(&reply()).await.unwrap();
+    to.write_all(&reply()).await.unwrap();
     all.into_iter().map(|(.., got)| got).collect()
 }
 
@@ -226,12 +242,7 @@ async fn no_more_is_sent_than_granted_and_no_more_granted_than_taken() {
 async fn the_proxys_end_closes_the_stream_behind_what_it_wrote() {
     let (mut peer, mut mux, mut connections) = Peer::of(LIMITS);
     peer.say(&[(0, Frame::Open)]).await;
-    let (mut connection, ()) = tokio::join!(async { connections.recv().await.unwrap() }, async {
-        tokio::select! {
-            read = mux.read(&mut [0]) => panic!("{read:?}"),
-            () = tokio::time::sleep(std::time::Duration::from_millis(5)) => {}
-        }
-    });
+    let mut connection = opened(&mut mux, &mut connections).await;
     connection.write_all(&[5; 120]).await.unwrap();
     drop(connection);
     assert_eq!(
@@ -252,10 +263,9 @@ async fn the_proxys_end_closes_the_stream_behind_what_it_wrote() {
 async fn a_container_that_breaks_the_rules_is_an_error() {
     let open = Frame::Open;
     for frames in [
-        // The same stream twice; an older number; more than there may be.
+        // The same stream twice; an older number; more than was granted.
         &[(3, open), (3, open)][..],
         &[(3, open), (2, open)],
-        &[(0, open), (1, open), (2, open), (3, open), (4, open)],
         &[(0, open), (0, Frame::Data(&[0; 101]))],
         &[(0, open), (0, Frame::Credit(1))],
     ] {
@@ -264,14 +274,38 @@ async fn a_container_that_breaks_the_rules_is_an_error() {
         let error = mux.read(&mut [0]).await.unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidData, "{frames:?}");
     }
-    // Streams that were given up leave room for others; those nobody took are given up here.
-    let (mut peer, mut mux, _connections) = Peer::of(LIMITS);
-    for id in 0..1000 {
-        peer.say(&[(id, open), (id, Frame::Reset)]).await;
+}
+
+#[tokio::test]
+async fn floods_of_connections_are_given_up() {
+    // Those that end at once and those that stay, while nobody takes any.
+    for churn in [true, false] {
+        let (mut peer, mut mux, _connections) = Peer::of(LIMITS);
+        for id in 0..5000 {
+            peer.say(&[(id, Frame::Open)]).await;
+            if churn {
+                peer.say(&[(id, Frame::Reset)]).await;
+            }
+        }
+        for id in most(LIMITS) as u32..5000 {
+            assert_eq!(heard(&mut mux, &mut peer).await, format!("{id} Reset"));
+        }
+        assert_eq!(mux.connections.len(), if churn { 0 } else { most(LIMITS) });
     }
-    for id in 4..1000 {
-        assert_eq!(heard(&mut mux, &mut peer).await, format!("{id} Reset"));
-    }
+    // Nor does it help not to listen.
+    let (mut ours, theirs) = tokio::io::duplex(1 << 16);
+    let (mut mux, _connections) = Mux::new(theirs, LIMITS);
+    let flood = tokio::spawn(async move {
+        for id in 0_u32.. {
+            if ours.write_all(&wire(&[(id, Frame::Open)])).await.is_err() {
+                break;
+            }
+        }
+    });
+    let error = mux.read(&mut [0]).await.unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    drop(mux);
+    flood.await.unwrap();
 }
 
 #[tokio::test]
