@@ -238,7 +238,8 @@ impl Flow {
 
     /// Gives the stream up. Nothing is to be said where the other side did so first, or where both have ended.
     pub fn reset(&mut self, out: &mut Vec<u8>) {
-        if !self.aborted && !(self.ended && self.peer_ended) {
+        let both_ended = self.ended && self.peer_ended;
+        if !self.aborted && !both_ended {
             Frame::Reset.encode(self.id, out);
         }
         self.aborted = true;

@@ -66,6 +66,9 @@ const STREAM_BYTES: usize = 4 << 20;
 /// Bytes under way on one connection: enough for 2.5 MB/s where an answer takes 50 ms.
 const WINDOW: usize = 128 << 10;
 
+/// More processes than one user has on an engine's host; how many a container may have is for its control group.
+const MANY_PROCESSES: i64 = 1 << 15;
+
 /// What PID 1 needs to start tools as another user, to end them, and to see to their files whatever the mode; SETPCAP so
 /// that it can give up for good what it does not need.
 const CAPABILITIES: [&str; 7] = [
@@ -647,6 +650,17 @@ fn body(
     if engine.has("seccomp") && !engine.podman {
         security.push(format!("seccomp={}", filter::profile()));
     }
+    let ulimit = |name: &str, value: i64| ResourcesUlimits {
+        name: Some(name.to_owned()),
+        soft: Some(value),
+        hard: Some(value),
+    };
+    let mut ulimits = vec![ulimit("core", 0)];
+    if engine.podman {
+        // It would raise them to the most the kernel knows, which not every root may. Tools' own come from PID 1.
+        ulimits.push(ulimit("nofile", (limits.open_files as i64).max(1024)));
+        ulimits.push(ulimit("nproc", MANY_PROCESSES));
+    }
     let list = |names: &[&str]| Some(names.iter().map(|n| (*n).to_owned()).collect());
     ContainerCreateBody {
         image: Some(image),
@@ -688,11 +702,7 @@ fn body(
             cpu_period: Some(100_000),
             cpu_quota: Some(limits.milli_cpus as i64 * 100),
             oom_score_adj: Some(500),
-            ulimits: Some(vec![ResourcesUlimits {
-                name: Some("core".to_owned()),
-                soft: Some(0),
-                hard: Some(0),
-            }]),
+            ulimits: Some(ulimits),
             cap_drop: list(&["ALL"]),
             cap_add: list(&CAPABILITIES),
             security_opt: Some(security),

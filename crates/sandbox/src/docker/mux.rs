@@ -206,7 +206,7 @@ impl Connection {
             let mut buffer = ReadBuf::new(&mut chunk[..flow.room()]);
             match Pin::new(&mut *io).poll_read(cx, &mut buffer) {
                 Poll::Ready(Ok(())) if !buffer.filled().is_empty() => {
-                    flow.send(buffer.filled(), out)
+                    flow.send(buffer.filled(), out);
                 }
                 Poll::Ready(_) => flow.end(out),
                 Poll::Pending => break,
