@@ -274,6 +274,7 @@ fn settle<'a>(
         areas,
         own_id,
         listener,
+        relay: None,
         shares_ids: false,
     })
 }

@@ -1,5 +1,6 @@
 //! Running one tool: start it, read what it prints, end its whole tree, say what it used and what it changed.
 
+use std::cell::RefCell;
 use std::ffi::CString;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -12,6 +13,7 @@ use crate::birth::TOOL_ID;
 use crate::filetools;
 use crate::landlock;
 use crate::pid1::Inside;
+use crate::relay::Carried;
 use crate::scan::Index;
 use crate::sys::{self, Cloned};
 
@@ -284,6 +286,9 @@ fn call(
     let mut used = Used::default();
     let mut buffer = [0; CHUNK];
 
+    if let Some(relay) = &inside.relay {
+        relay.borrow_mut().begin();
+    }
     let end = watch(
         inside,
         first,
@@ -302,6 +307,10 @@ fn call(
         limit,
         &mut buffer,
     );
+    let carried = match &inside.relay {
+        Some(relay) => relay.borrow_mut().end()?,
+        None => Carried::default(),
+    };
     remove_ipc(inside)?;
     // Every writer is dead: what the pipes still hold is all there will be.
     let flooded = stdout.drain(limit, &mut buffer) | stderr.drain(limit, &mut buffer);
@@ -395,10 +404,11 @@ fn call(
         written_bytes: used
             .written_bytes
             .max(after.io_bytes.1.saturating_sub(before.io_bytes.1)),
-        // PID 1 itself read what came through the pipes.
+        // PID 1 itself read what came through the pipes, and carried connections.
         read_chars: since(counted.read_chars, counted_before.read_chars)
-            .map(|n| n.saturating_sub(piped)),
-        written_chars: since(counted.written_chars, counted_before.written_chars),
+            .map(|n| n.saturating_sub(piped + carried.read)),
+        written_chars: since(counted.written_chars, counted_before.written_chars)
+            .map(|n| n.saturating_sub(carried.written)),
         started: inside.counts.started(counted_before, counted),
         // The group counts PID 1 too.
         peak_processes: after.peak_pids.map(|n| n.saturating_sub(1)),
@@ -444,7 +454,7 @@ fn watch(
     }
 }
 
-/// Sleeps until a stream or a child has news; ends the sandbox when the program outside is gone.
+/// Sleeps until a stream, a child or a connection has news; ends the sandbox when the program outside is gone.
 fn wait(inside: &Inside<'_>, stdout: &Stream, stderr: &Stream, longest: Duration) {
     let fd = |s: &Stream| s.pipe.as_ref().map_or(-1, AsRawFd::as_raw_fd);
     wait_on(inside, [fd(stdout), fd(stderr)], longest);
@@ -453,18 +463,29 @@ fn wait(inside: &Inside<'_>, stdout: &Stream, stderr: &Stream, longest: Duration
 fn wait_on(inside: &Inside<'_>, [stdout, stderr]: [RawFd; 2], longest: Duration) {
     let mut control = sys::pollfd(inside.socket());
     control.events = libc::POLLRDHUP;
-    let mut fds = [
+    let mut fds = vec![
         sys::pollfd(inside.signals.as_raw_fd()),
         control,
         sys::pollfd(stdout),
         sys::pollfd(stderr),
     ];
+    let own = fds.len();
+    let mut relay = inside.relay.as_ref().map(RefCell::borrow_mut);
+    let longest = match &relay {
+        Some(relay) => relay.watch(&mut fds, longest),
+        None => longest,
+    };
     let ms = longest.as_micros().div_ceil(1000).min(3_600_000) as i32;
     if sys::poll(&mut fds, ms).is_err() || fds[1].revents != 0 {
         sys::exit(0);
     }
     if fds[0].revents != 0 {
         sys::drain(inside.signals.as_raw_fd());
+    }
+    if let Some(relay) = &mut relay
+        && relay.serve(&fds[own..]).is_err()
+    {
+        sys::exit(1);
     }
 }
 

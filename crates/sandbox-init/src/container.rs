@@ -1,12 +1,13 @@
 //! PID 1 of a container. The engine made the namespaces, the mounts and the control group; what is left is to look at
 //! what it made, to give up every privilege that serving calls does not need, and to serve.
 
+use std::cell::RefCell;
 use std::fs::File;
 use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
 use std::os::unix::fs::MetadataExt;
 use std::process::ExitCode;
 
-use drillyard_sandbox_init::control::{Contained, Greeting, Settled, Start};
+use drillyard_sandbox_init::control::{Contained, Greeting, Settled, Start, Streams};
 use drillyard_sandbox_init::frame;
 
 use crate::birth::{self, TOOL_ID};
@@ -14,6 +15,7 @@ use crate::cgroup::Meter;
 use crate::counts::Counts;
 use crate::landlock;
 use crate::pid1::{self, Inside};
+use crate::relay::Relay;
 use crate::scan::Area;
 use crate::sys::{self, At, Failure};
 
@@ -61,8 +63,13 @@ pub fn run() -> ExitCode {
         layers: None,
     };
     let filter = start.filter.of(&body).unwrap_or_default();
-    match settle(&start, filter) {
-        Ok((settled, meter, counts, rules, signals)) => {
+    let relay = contained
+        .network
+        .map(|network| listen(network, &requests, &replies))
+        .transpose()
+        .at("listening socket of the network");
+    match relay.and_then(|relay| Ok((relay, settle(&start, filter)?))) {
+        Ok((relay, (settled, meter, counts, rules, signals))) => {
             let Ok(stack) = sys::Stack::new() else {
                 return ExitCode::FAILURE;
             };
@@ -82,6 +89,7 @@ pub fn run() -> ExitCode {
                 areas: Area::plain(),
                 own_id: 0,
                 listener: None,
+                relay: relay.map(RefCell::new),
                 shares_ids,
             })
         }
@@ -109,6 +117,13 @@ fn ends() -> std::io::Result<(File, File)> {
     sys::check(unsafe { libc::syscall(libc::SYS_close_range, 3, HIGH - 1, 0) } as i32)?;
     sys::close_from(replies.as_raw_fd().max(requests.as_raw_fd()) + 1)?;
     Ok((requests.into(), replies.into()))
+}
+
+/// Listens before anything of the agent's runs, so that nothing inside can take its place.
+fn listen(network: Streams, requests: &File, replies: &File) -> std::io::Result<Relay> {
+    let listener = sys::listen_on_loopback(network.port)?;
+    let (requests, replies) = (lift(requests.as_raw_fd())?, lift(replies.as_raw_fd())?);
+    Relay::new(listener, requests, replies, network)
 }
 
 fn lift(fd: RawFd) -> std::io::Result<OwnedFd> {

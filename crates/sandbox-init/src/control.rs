@@ -120,6 +120,20 @@ pub struct Contained {
     pub env: Vec<String>,
     /// Files that must be the very ones the program sees.
     pub witnesses: Vec<Witness>,
+    /// The way out for tools; none for no network at all.
+    #[serde(default)]
+    pub network: Option<Streams>,
+}
+
+/// How PID 1 of a container carries its tools' connections to the program outside: as streams of [`crate::mux`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Streams {
+    /// The port of the container's own loopback at which it takes them.
+    pub port: u16,
+    /// Most at once; more wait to be taken.
+    pub most: usize,
+    /// Bytes that may be under way on each, in each direction.
+    pub window: usize,
 }
 
 /// A file that tells whether the engine binds the paths of the program's host, or those of another machine.

@@ -4,7 +4,7 @@
 //! u32 head length | u32 body length | head (JSON) | body (raw bytes)      lengths little-endian
 //! ```
 //!
-//! A head refers to bytes of its body by [`Span`].
+//! A head refers to bytes of its body by [`Span`]. A frame with no head at all belongs to a stream, see [`crate::mux`].
 
 use std::io::{self, Read, Write};
 
@@ -86,28 +86,32 @@ pub fn write<T: Serialize>(to: &mut impl Write, head: &T, body: &[u8]) -> io::Re
     }
 }
 
-/// Reads one frame from a blocking stream; nothing at a clean end of the stream.
+/// Reads one frame from a blocking stream, passing over those without a head; nothing at a clean end of the stream.
 pub fn read<T: DeserializeOwned>(
     from: &mut impl Read,
     max_body: u64,
 ) -> io::Result<Option<(T, Vec<u8>)>> {
-    let mut prefix = [0; PREFIX];
-    let mut got = 0;
-    while got < PREFIX {
-        match from.read(&mut prefix[got..]) {
-            Ok(0) if got == 0 => return Ok(None),
-            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
-            Ok(n) => got += n,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
+    loop {
+        let mut prefix = [0; PREFIX];
+        let mut got = 0;
+        while got < PREFIX {
+            match from.read(&mut prefix[got..]) {
+                Ok(0) if got == 0 => return Ok(None),
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(n) => got += n,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return Err(e),
+            }
+        }
+        let (head_len, body_len) = lengths(prefix, max_body)?;
+        let mut head = vec![0; head_len];
+        from.read_exact(&mut head)?;
+        let mut body = vec![0; body_len];
+        from.read_exact(&mut body)?;
+        if head_len > 0 {
+            return Ok(Some((decode(&head)?, body)));
         }
     }
-    let (head_len, body_len) = lengths(prefix, max_body)?;
-    let mut head = vec![0; head_len];
-    from.read_exact(&mut head)?;
-    let mut body = vec![0; body_len];
-    from.read_exact(&mut body)?;
-    Ok(Some((decode(&head)?, body)))
 }
 
 #[cfg(test)]
@@ -125,6 +129,17 @@ mod tests {
             read(&mut wire.as_slice(), 1 << 20).unwrap().unwrap();
         assert_eq!(a.of(&body), Some(&b"first"[..]));
         assert_eq!(b.of(&body), Some(&b"\0second\xff"[..]));
+    }
+
+    #[test]
+    fn frames_of_streams_are_passed_over() {
+        let mut wire = Vec::new();
+        crate::mux::Frame::Data(b"late").encode(1, &mut wire);
+        write(&mut wire, &7, b"body").unwrap();
+        crate::mux::Frame::End.encode(1, &mut wire);
+        let mut from = wire.as_slice();
+        assert_eq!(read(&mut from, 10).unwrap(), Some((7, b"body".to_vec())));
+        assert_eq!(read::<i32>(&mut from, 10).unwrap(), None);
     }
 
     #[test]

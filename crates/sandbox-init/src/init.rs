@@ -1,4 +1,5 @@
-//! The conversation between the program and PID 1 of one sandbox: strictly one request, one reply.
+//! The conversation between the program and PID 1 of one sandbox: strictly one request, one reply. While a call runs,
+//! streams may run beside it ([`crate::mux`]).
 //!
 //! Paths of files are relative to `/work`, or absolute for files under `/tmp` and `/dev/shm`.
 

@@ -4,7 +4,7 @@
 //!
 //! - **control** ([`control`]): the asynchronous program and the single-threaded helper that makes sandboxes;
 //! - **init** ([`init`]): the asynchronous program and PID 1 of one sandbox, which runs calls, moves files in and out
-//!   and says what changed.
+//!   and says what changed. Where tools have a network and no socket can be handed out, streams run beside it ([`mux`]).
 //!
 //! The executable of this crate, `drillyard-sandbox-init`, is static and plays both counterparts: started with the
 //! argument `helper` it makes sandboxes, and the processes it clones become PID 1 without another `exec`; started with
@@ -15,3 +15,4 @@
 pub mod control;
 pub mod frame;
 pub mod init;
+pub mod mux;

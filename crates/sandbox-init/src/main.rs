@@ -13,6 +13,7 @@ mod filetools;
 mod helper;
 mod landlock;
 mod pid1;
+mod relay;
 mod scan;
 mod sys;
 mod world;

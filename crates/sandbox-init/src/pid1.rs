@@ -1,6 +1,8 @@
 //! PID 1 of a sandbox: answers one request after another until its socket closes, then ends, and everything with it.
 
+use std::cell::RefCell;
 use std::fs::File;
+use std::io::Read;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 
 use drillyard_sandbox_init::control::Start;
@@ -9,6 +11,7 @@ use drillyard_sandbox_init::init::{Reply, Request};
 
 use crate::cgroup::Meter;
 use crate::counts::Counts;
+use crate::relay::Relay;
 use crate::scan::{Area, Index};
 use crate::{calls, scan, sys};
 
@@ -36,6 +39,8 @@ pub struct Inside<'a> {
     pub own_id: u32,
     /// Goes to the program outside with the greeting; PID 1 keeps no copy.
     pub listener: Option<OwnedFd>,
+    /// Carries connections where no socket can be handed out.
+    pub relay: Option<RefCell<Relay>>,
     /// The tools' id is in use outside this sandbox too, so that limits the kernel counts by id would count strangers.
     pub shares_ids: bool,
 }
@@ -76,7 +81,13 @@ fn talk(
         )?,
         None => frame::write(&mut replies, &Reply::Ready, &[])?,
     }
-    while let Some((request, body)) = frame::read::<Request>(&mut requests, MAX_BODY)? {
+    loop {
+        let begun = inside.relay.as_ref().map(|r| r.borrow_mut().take_begun());
+        let begun = begun.unwrap_or_default();
+        let mut requests = begun.as_slice().chain(&mut requests);
+        let Some((request, body)) = frame::read::<Request>(&mut requests, MAX_BODY)? else {
+            return Ok(());
+        };
         let mut out = Vec::new();
         let reply = match request {
             Request::Call { what, timeout_us } => {
@@ -107,5 +118,4 @@ fn talk(
         };
         frame::write(&mut replies, &reply, &out)?;
     }
-    Ok(())
 }

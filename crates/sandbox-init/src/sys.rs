@@ -304,6 +304,11 @@ pub fn set_nonblocking(fd: RawFd) -> io::Result<()> {
     check(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) }).map(drop)
 }
 
+pub fn set_blocking(fd: RawFd) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::fcntl(fd, libc::F_SETFL, 0) }).map(drop)
+}
+
 /// Reads once; 0 at the end.
 pub fn read(fd: RawFd, buffer: &mut [u8]) -> io::Result<usize> {
     loop {
@@ -325,19 +330,25 @@ pub fn pread(fd: RawFd, buffer: &mut [u8], at: i64) -> io::Result<usize> {
     check_long(n as c_long).map(|n| n as usize)
 }
 
+/// Writes once.
+pub fn write(fd: RawFd, bytes: &[u8]) -> io::Result<usize> {
+    loop {
+        // SAFETY: pointer and length belong together.
+        let n = unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
+        if n >= 0 {
+            return Ok(n as usize);
+        }
+        let error = io::Error::last_os_error();
+        if error.kind() != io::ErrorKind::Interrupted {
+            return Err(error);
+        }
+    }
+}
+
 /// Writes everything.
 pub fn write_all(fd: RawFd, mut bytes: &[u8]) -> io::Result<()> {
     while !bytes.is_empty() {
-        // SAFETY: pointer and length belong together.
-        let n = unsafe { libc::write(fd, bytes.as_ptr().cast(), bytes.len()) };
-        if n < 0 {
-            let error = io::Error::last_os_error();
-            if error.kind() != io::ErrorKind::Interrupted {
-                return Err(error);
-            }
-        } else {
-            bytes = &bytes[n as usize..];
-        }
+        bytes = &bytes[write(fd, bytes)?..];
     }
     Ok(())
 }
@@ -622,6 +633,41 @@ pub fn listen_on_loopback(port: u16) -> io::Result<OwnedFd> {
     // SAFETY: no memory is involved.
     check(unsafe { libc::listen(socket.as_raw_fd(), BACKLOG) })?;
     Ok(socket)
+}
+
+/// Takes the next connection of a listening socket; it does not block.
+pub fn accept(listener: RawFd) -> io::Result<OwnedFd> {
+    // SAFETY: the peer's address is not asked for.
+    fd(c_long::from(unsafe {
+        libc::accept4(
+            listener,
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+            libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC,
+        )
+    }))
+}
+
+/// Has small packets sent at once.
+pub fn set_nodelay(socket: RawFd) -> io::Result<()> {
+    let on: c_int = 1;
+    // SAFETY: the value outlives the call, the size is its own.
+    check(unsafe {
+        libc::setsockopt(
+            socket,
+            libc::IPPROTO_TCP,
+            libc::TCP_NODELAY,
+            (&raw const on).cast(),
+            size_of_val(&on) as libc::socklen_t,
+        )
+    })
+    .map(drop)
+}
+
+/// Says to a connection's peer that no more bytes come.
+pub fn shutdown_write(socket: RawFd) -> io::Result<()> {
+    // SAFETY: no memory is involved.
+    check(unsafe { libc::shutdown(socket, libc::SHUT_WR) }).map(drop)
 }
 
 /// Room for one descriptor beside a packet.

@@ -79,7 +79,7 @@ pub struct AllowList {
 /// Limits of each sandbox's network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NetworkLimits {
-    /// Connections served at once; more have to wait.
+    /// Connections served at once (with `docker` at most 256); more have to wait.
     pub connections: usize,
     /// Requests of one call; more are refused.
     pub requests_per_call: u64,

@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::os::unix::fs::MetadataExt;
 
 use bollard::models::{Mount, MountBindOptions, MountBindOptionsPropagationEnum, MountType};
-use bollard::query_parameters::CreateImageOptions;
+use bollard::query_parameters::{CreateImageOptions, TagImageOptions};
 use bytes::Bytes;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::StreamExt;
@@ -376,8 +376,17 @@ async fn import(
             Some(bollard::body_try_stream(body)),
             None
         ));
+        let mut id = None;
         while let Some(line) = said.next().await {
-            line?;
+            id = line?.id.or(id);
+        }
+        // Podman takes no notice of the tag above.
+        if let Some(id) = id.filter(|_| engine.podman) {
+            let options = TagImageOptions {
+                repo: Some(repository.to_owned()),
+                tag: Some(tag.to_owned()),
+            };
+            api.tag_image(&id, Some(options)).await?;
         }
         Ok(())
     }

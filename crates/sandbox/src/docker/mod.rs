@@ -2,12 +2,14 @@
 //! over the container's attached standard input and output.
 //!
 //! So a call costs what a few pipes cost, not what the engine's `exec` does, ends with its whole tree, and works with an
-//! engine on another machine. A container whose program is gone loses its input, ends and is removed by the engine; one
+//! engine on another machine. Tools' connections to the proxy come the same way, as streams beside requests and replies:
+//! the container itself has no network. A container whose program is gone loses its input, ends and is removed by the engine; one
 //! that was never started is swept at the next start.
 
 mod attached;
 mod engine;
 mod image;
+mod mux;
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,17 +30,21 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
-use drillyard_sandbox_init::control::{Contained, Greeting, Holds, LimitRow, LimitSpec, Settled};
+use drillyard_sandbox_init::control::{
+    Contained, Greeting, Holds, LimitRow, LimitSpec, Settled, Streams,
+};
 use drillyard_sandbox_init::frame;
+use drillyard_sandbox_init::mux::CHUNK;
 
 use self::attached::Attached;
 use self::engine::{Engine, chain, is_missing};
+use self::mux::Mux;
 use crate::local::{owner, spec};
 use crate::{
-    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, SandboxConfig, SandboxError,
-    Stream,
+    Autopsy, Backend, Boxed, Cell, Image, ImageReport, LimitsReport, Network, NetworkLimits,
+    NetworkRequest, Proxy, SandboxConfig, SandboxError, Stream, Traffic,
 };
-use crate::{filter, host};
+use crate::{filter, host, network};
 
 /// Numbers the pools of this program.
 static POOLS: AtomicU64 = AtomicU64::new(0);
@@ -52,6 +58,16 @@ const HOST: &str = "drillyard.host";
 const MAKE: Duration = Duration::from_mins(1);
 const REMOVE: Duration = Duration::from_secs(20);
 const TOLD: Duration = Duration::from_millis(500);
+
+/// Most connections of one container at once, whatever the proxy would serve.
+const STREAMS: usize = 256;
+/// Bytes that PID 1 may hold for all of them together, where each has at least a [`CHUNK`].
+const STREAM_BYTES: usize = 4 << 20;
+/// Bytes under way on one connection: enough for 2.5 MB/s where an answer takes 50 ms.
+const WINDOW: usize = 128 << 10;
+
+/// More processes than one user has on an engine's host; how many a container may have is for its control group.
+const MANY_PROCESSES: i64 = 1 << 15;
 
 /// What PID 1 needs to start tools as another user, to end them, and to see to their files whatever the mode; SETPCAP so
 /// that it can give up for good what it does not need.
@@ -95,6 +111,8 @@ pub struct Docker {
     body: ContainerCreateBody,
     /// First message to each PID 1.
     first: Vec<u8>,
+    /// What tools' connections come to, and how.
+    way_out: Option<(Arc<Proxy>, Streams)>,
     /// The one that showed how limits hold here.
     spare: Mutex<Option<DockerCell>>,
 }
@@ -132,14 +150,11 @@ impl Docker {
                 message: "the docker backend cannot do without; leave it true".into(),
             });
         }
-        if config.network.allow_list().is_some() {
-            return Err(SandboxError::Config {
-                field: "network",
-                message: "the docker backend has no network to give; use the local backend, or no network"
-                    .into(),
-            });
-        }
         let helpers = host::helpers_dir(config.helpers_dir.as_deref())?;
+        let way_out = match config.network.allow_list() {
+            None => None,
+            Some(list) => Some((Proxy::new(list.clone())?, streams(&list.limits))),
+        };
         let engine = Engine::connect(config.engine.as_deref()).await?;
         let swept = sweep(&engine).await;
         if swept > 0 {
@@ -148,7 +163,8 @@ impl Docker {
                 "removed containers that an earlier program left"
             );
         }
-        let prepared = image::prepare(&engine, config, &helpers).await?;
+        let mut prepared = image::prepare(&engine, config, &helpers).await?;
+        prepared.env.extend(config.network.env());
         let mut filter = Vec::new();
         let program = filter::program().map_err(|message| SandboxError::Create {
             step: "system call filter".into(),
@@ -160,6 +176,7 @@ impl Docker {
             shell: prepared.shell,
             env: prepared.env,
             witnesses: prepared.witnesses,
+            network: way_out.as_ref().map(|(_, streams)| *streams),
         };
         let mut first = frame::encode(&contained, filter.len())?;
         first.extend_from_slice(&filter);
@@ -191,6 +208,7 @@ impl Docker {
             shared,
             body,
             first,
+            way_out,
             spare: Mutex::default(),
         };
         let (cell, settled) = docker.make().await.map_err(|error| match error {
@@ -202,7 +220,12 @@ impl Docker {
             }
             other => other,
         })?;
-        docker.limits = report(&docker.shared.engine, &contained.limits, &settled);
+        docker.limits = report(
+            &docker.shared.engine,
+            &contained.limits,
+            &settled,
+            &config.network,
+        );
         docker.spare = Mutex::new(Some(cell));
         Ok(docker)
     }
@@ -234,6 +257,7 @@ impl Docker {
             id,
             shared: Arc::clone(&self.shared),
             stream: None,
+            traffic: None,
             gone: false,
         };
         let options = AttachContainerOptions {
@@ -269,6 +293,14 @@ impl Docker {
         .await;
         match greeting {
             Ok(Greeting::Settled(settled)) => {
+                let stream: Box<dyn Stream> = match &self.way_out {
+                    None => Box::new(stream),
+                    Some((proxy, streams)) => {
+                        let (mux, connections) = Mux::new(stream, *streams);
+                        cell.traffic = Some(proxy.serve(connections));
+                        Box::new(mux)
+                    }
+                };
                 cell.stream = Some(Mutex::new(stream));
                 Ok((cell, settled))
             }
@@ -328,7 +360,8 @@ struct DockerCell {
     id: String,
     shared: Arc<Shared>,
     /// Never locked: it makes the cell one that threads can share.
-    stream: Option<Mutex<Attached>>,
+    stream: Option<Mutex<Box<dyn Stream>>>,
+    traffic: Option<Traffic>,
     gone: bool,
 }
 
@@ -338,10 +371,22 @@ impl Cell for DockerCell {
         Some(stream.unwrap_or_else(PoisonError::into_inner))
     }
 
+    fn traffic(&mut self) -> Boxed<'_, Vec<NetworkRequest>> {
+        Box::pin(async {
+            match &self.traffic {
+                Some(traffic) => traffic.take().await,
+                None => Vec::new(),
+            }
+        })
+    }
+
     fn destroy(mut self: Box<Self>) -> Boxed<'static, Autopsy> {
         Box::pin(async move {
             self.gone = true;
             self.stream = None;
+            if let Some(traffic) = self.traffic.take() {
+                traffic.close().await;
+            }
             let removed = timeout(REMOVE, remove(&self.shared.engine, &self.id)).await;
             let fate = self
                 .shared
@@ -546,6 +591,16 @@ fn is_alive(owner: &str) -> bool {
     crate::local::started(pid).is_some_and(|s| s == started)
 }
 
+/// How PID 1 carries connections: as many as the proxy serves, within bounds.
+fn streams(limits: &NetworkLimits) -> Streams {
+    let most = limits.connections.min(STREAMS);
+    Streams {
+        port: network::PORT,
+        most,
+        window: (STREAM_BYTES / most).clamp(CHUNK, WINDOW),
+    }
+}
+
 fn elsewhere(engine: &Engine, message: &str) -> SandboxError {
     SandboxError::Config {
         field: "image",
@@ -595,6 +650,17 @@ fn body(
     if engine.has("seccomp") && !engine.podman {
         security.push(format!("seccomp={}", filter::profile()));
     }
+    let ulimit = |name: &str, value: i64| ResourcesUlimits {
+        name: Some(name.to_owned()),
+        soft: Some(value),
+        hard: Some(value),
+    };
+    let mut ulimits = vec![ulimit("core", 0)];
+    if engine.podman {
+        // It would raise them to the most the kernel knows, which not every root may. Tools' own come from PID 1.
+        ulimits.push(ulimit("nofile", (limits.open_files as i64).max(1024)));
+        ulimits.push(ulimit("nproc", MANY_PROCESSES));
+    }
     let list = |names: &[&str]| Some(names.iter().map(|n| (*n).to_owned()).collect());
     ContainerCreateBody {
         image: Some(image),
@@ -636,11 +702,7 @@ fn body(
             cpu_period: Some(100_000),
             cpu_quota: Some(limits.milli_cpus as i64 * 100),
             oom_score_adj: Some(500),
-            ulimits: Some(vec![ResourcesUlimits {
-                name: Some("core".to_owned()),
-                soft: Some(0),
-                hard: Some(0),
-            }]),
+            ulimits: Some(ulimits),
             cap_drop: list(&["ALL"]),
             cap_add: list(&CAPABILITIES),
             security_opt: Some(security),
@@ -658,7 +720,7 @@ fn body(
     }
 }
 
-fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport {
+fn report(engine: &Engine, limits: &LimitSpec, found: &Settled, network: &Network) -> LimitsReport {
     let row = |limit: &str, value: String, holds: Holds, how: String| LimitRow {
         limit: limit.into(),
         value,
@@ -802,12 +864,21 @@ fn report(engine: &Engine, limits: &LimitSpec, found: &Settled) -> LimitsReport 
             "PID 1's own filter (the engine has none)".into()
         },
     ));
-    rows.push(row(
-        "network",
-        "none".into(),
-        Holds::Yes,
-        "a network namespace of its own with loopback only; other address families refused".into(),
-    ));
+    rows.push(match network.row() {
+        None => row(
+            "network",
+            "none".into(),
+            Holds::Yes,
+            "a network namespace of its own with loopback only; other address families refused"
+                .into(),
+        ),
+        Some(mut allowed) => {
+            allowed
+                .how
+                .push_str("; PID 1 carries connections to it beside its replies");
+            allowed
+        }
+    });
     rows.push(row(
         "identity",
         "no privileges".into(),
