@@ -6,12 +6,12 @@
 //! also into the file that `DRILLYARD_ATTACK_MATRIX` names.
 //!
 //! Every target is attacked from a process of its own (this program again), so that an ordinary user's sandboxes are
-//! made by an ordinary user. `DRILLYARD_ATTACK_HEAVY` asks for the long variants, `DRILLYARD_ATTACK_TIMES` for how
-//! long each took.
+//! made by an ordinary user. Two are attacked at a time, but one alone by what uses resources up. The engine is that of
+//! DOCKER_HOST, else one started here when this is root and `dockerd` is installed. `DRILLYARD_ATTACK_HEAVY` asks for the
+//! long variants, `DRILLYARD_ATTACK_TIMES` for how long each took.
 
 #![expect(
     clippy::unwrap_used,
-    clippy::expect_used,
     clippy::panic,
     reason = "a test that cannot go on fails"
 )]
@@ -23,6 +23,8 @@
     clippy::unnecessary_debug_formatting,
     reason = "paths are written as literals of Python"
 )]
+
+mod common;
 
 #[path = "attacks/apart.rs"]
 mod apart;
@@ -42,13 +44,13 @@ mod target;
 mod yard;
 
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::Duration;
 
 use libtest_mimic::{Arguments, Failed, Trial};
 
 use matrix::Matrix;
-use target::{TARGETS, Worker};
+use target::{TARGETS, Target, Worker};
 use yard::{Attack, Outcome, attack};
 
 /// The host shall start a program within 50 ms at p99 throughout; on a host that others load too only this is a failure.
@@ -151,31 +153,58 @@ fn main() -> ExitCode {
         );
         return ExitCode::SUCCESS;
     }
-    // One after another: the host's responsiveness is measured, and attacks shall not blame each other.
-    arguments.test_threads.get_or_insert(1);
+    arguments.test_threads.get_or_insert(2);
+    let wanted = |name: &str| match &arguments.filter {
+        Some(filter) if arguments.exact => name == filter,
+        Some(filter) => name.contains(filter),
+        None => true,
+    };
     let matrix = Arc::new(Mutex::new(Matrix::default()));
-    let mut trials = Vec::new();
+    let starting: Vec<_> = TARGETS
+        .iter()
+        .filter(|target| ATTACKS.iter().any(|a| wanted(&a.test_name(target.name))))
+        .filter(|_| !arguments.list)
+        .map(|target| (target, std::thread::spawn(move || Worker::start(target))))
+        .collect();
     let mut workers = Vec::new();
-    for target in TARGETS {
-        if arguments.list {
-            trials.extend(ATTACKS.iter().map(|attack| {
-                Trial::test(attack.test_name(target.name), || Ok(())).with_kind(target.name)
-            }));
-            continue;
-        }
-        let worker = match Worker::start(target) {
-            Ok(worker) => Arc::new(Mutex::new(worker)),
-            Err(reason) => {
+    for (target, start) in starting {
+        match start.join() {
+            Ok(Ok(worker)) => {
+                matrix.lock().unwrap().attacked(target.title);
+                workers.push((target, Arc::new(Mutex::new(worker))));
+            }
+            Ok(Err(reason)) => {
                 eprintln!("SKIPPED: all attacks on {}: {reason}", target.name);
                 matrix.lock().unwrap().skipped(target.title, &reason);
-                continue;
             }
+            Err(panic) => std::panic::resume_unwind(panic),
+        }
+    }
+    let mut trials = Vec::new();
+    if arguments.list {
+        let all = |target: &'static Target| {
+            ATTACKS
+                .iter()
+                .map(|attack| Trial::test(attack.test_name(target.name), || Ok(())))
         };
-        matrix.lock().unwrap().attacked(target.title);
-        for attack in ATTACKS {
-            let (worker, matrix) = (Arc::clone(&worker), Arc::clone(&matrix));
+        trials.extend(TARGETS.iter().flat_map(all));
+    }
+    // Who uses resources up is alone: the host's responsiveness is measured, and attacks shall not blame each other.
+    let alone = Arc::new(RwLock::new(()));
+    for attack in ATTACKS {
+        for (target, worker) in &workers {
+            let target: &'static Target = target;
+            let (worker, alone, matrix) =
+                (Arc::clone(worker), Arc::clone(&alone), Arc::clone(&matrix));
             trials.push(Trial::test(attack.test_name(target.name), move || {
-                let outcome = worker.lock().unwrap().attack(attack);
+                let mut worker = worker.lock().unwrap();
+                let outcome = if attack.heavy {
+                    let _alone = alone.write().unwrap();
+                    worker.attack(attack)
+                } else {
+                    let _with_others = alone.read().unwrap();
+                    worker.attack(attack)
+                };
                 let failed = match &outcome {
                     Outcome::Fails { why } => Err(Failed::from(why)),
                     _ => Ok(()),
@@ -184,7 +213,6 @@ fn main() -> ExitCode {
                 failed
             }));
         }
-        workers.push((target, worker));
     }
     let conclusion = libtest_mimic::run(&arguments, trials);
     let mut responsive = true;

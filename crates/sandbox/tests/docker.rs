@@ -5,8 +5,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
 mod contract;
-mod engine;
 
 use std::collections::HashMap;
 use std::os::unix::fs::PermissionsExt;
@@ -29,8 +29,8 @@ use drillyard_sandbox::{
     Call, CallOutcome, Holds, Image, Pool, SandboxConfig, SandboxError, Setup,
 };
 
-use contract::{eventually, host_processes, output, shell, shell_for, small, text, unique};
-use engine::{OwnEngine, engine, skipped};
+use common::engine::{OwnEngine, engine, skipped};
+use common::{eventually, host_processes, output, shell, shell_for, small, text, unique};
 
 async fn configured() -> Option<SandboxConfig> {
     let address = tokio::task::spawn_blocking(engine).await.unwrap()?;
@@ -500,11 +500,12 @@ async fn an_engine_that_dies_is_said_to_be_gone() {
         skipped("an engine of one's own needs root and dockerd");
         return;
     };
-    let config = SandboxConfig {
+    let mut config = SandboxConfig {
         backend: "docker".into(),
         engine: Some(own.address()),
         ..small()
     };
+    config.limits.call_timeout = Duration::from_secs(5);
     let pool = Pool::start(config.clone()).await.unwrap();
     let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
     let mark = unique();
@@ -519,7 +520,7 @@ async fn an_engine_that_dies_is_said_to_be_gone() {
     assert!(matches!(error, SandboxError::EngineGone { .. }), "{error}");
     assert!(error.to_string().contains(&own.address()), "{error}");
     assert!(sandbox.is_lost());
-    // Its input has ended: the container ends though nobody manages it.
+    // What runs in its container ends with the call's own clock though nobody manages it.
     eventually("processes are gone", || host_processes(&mark) == 0).await;
     let error = sandbox.reset().await.unwrap_err();
     assert!(matches!(error, SandboxError::EngineGone { .. }), "{error}");

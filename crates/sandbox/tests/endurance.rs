@@ -7,6 +7,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
+
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt::Write as _;
 use std::fs;
@@ -17,11 +19,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Holds, LimitRow, Limits, Pool, SandboxConfig, Setup,
+use drillyard_sandbox::{CallOutcome, CallResult, Holds, Limits, Pool, SandboxConfig, Setup};
+
+use common::{
+    MIB, again, descriptors, eventually_in, fresh, groups_of, has_groups, host_processes, is_root,
+    pids, proc, resident, shell, shell_for, small, text,
 };
 
-const MIB: u64 = 1 << 20;
 const PARALLEL: usize = 64;
 
 /// Every other one is up to no good.
@@ -32,11 +36,18 @@ const TAME: [&str; 4] = [
     "perl -e 'print 6 * 7, \"\\n\"'; grep -c agent /etc/passwd",
 ];
 
-/// A hostile command, how long it gets to show what it does, and what shows it.
-type Attack = (&'static str, Duration, fn(&CallResult) -> bool);
+/// A hostile command, how long it gets to show what it does, and what shows it. On a busy host what it shows may come too
+/// late once or twice.
+type Attack = (&'static str, [Duration; 3], fn(&CallResult) -> bool);
 
-const LONG: Duration = Duration::from_secs(30);
-const SHORT: Duration = Duration::from_secs(2);
+/// It ends by itself.
+const LONG: [Duration; 3] = [Duration::from_secs(30); 3];
+/// The clock ends it.
+const SHORT: [Duration; 3] = [
+    Duration::from_millis(500),
+    Duration::from_secs(2),
+    Duration::from_secs(6),
+];
 
 const HOSTILE: [Attack; 18] = [
     ("b() { b | b & }; b; sleep 30", SHORT, |r| {
@@ -141,14 +152,11 @@ fn config() -> SandboxConfig {
         limits: Limits {
             call_timeout: Duration::from_secs(1),
             memory_bytes: 64 * MIB,
-            disk_bytes: 16 * MIB,
-            files: 500,
             pids: 48,
-            output_bytes: MIB,
-            ..Limits::default()
+            ..small().limits
         },
         pool_size: 4,
-        ..SandboxConfig::default()
+        ..small()
     }
 }
 
@@ -169,7 +177,7 @@ async fn episodes(pool: &Pool, all: usize, mark: &str) -> BTreeMap<&'static str,
                     let setup = Setup::new([("mine", format!("{i}\n").into_bytes())]);
                     let mut sandbox = pool.lease(&setup).await.unwrap();
                     let command = format!(": {mark}; {}", episode(i));
-                    let result = sandbox.call(Call::shell(command)).await.unwrap();
+                    let result = shell(&mut sandbox, &command).await;
                     for (what, so) in [
                         (result.outcome.as_str(), true),
                         ("with survivors", result.survivors),
@@ -180,8 +188,8 @@ async fn episodes(pool: &Pool, all: usize, mark: &str) -> BTreeMap<&'static str,
                         }
                     }
                     // The next call is never harmed by the one before, but for what is left of its time on a busy host.
-                    let next = Call::shell("rm -rf /work/* /tmp/* /dev/shm/*; echo $((6 * 7))");
-                    let next = sandbox.call(next).await.unwrap();
+                    let next = "rm -rf /work/* /tmp/* /dev/shm/*; echo $((6 * 7))";
+                    let next = shell(&mut sandbox, next).await;
                     assert!(
                         next.stdout == b"42\n" || next.outcome == CallOutcome::Timeout,
                         "{}: {next:?}",
@@ -202,30 +210,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
 /// Each attack does what it is here for, tried alone and with time enough.
 async fn proofs() {
     let mut config = config();
-    config.limits.call_timeout = LONG;
+    config.limits.call_timeout = LONG[0];
     let pool = Pool::start(config).await.unwrap();
-    let memory = |row: &LimitRow| row.limit == "memory" && row.holds == Holds::Yes;
-    let memory = pool.limits().rows.iter().any(memory);
-    for (command, timeout, proof) in HOSTILE {
+    let memory = pool.limits().row("memory").unwrap().holds == Holds::Yes;
+    for (command, tries, proof) in HOSTILE {
         if command.contains("1 << 30") && !memory {
             continue;
         }
-        let call = Call::Shell {
-            command: command.into(),
-            timeout: Some(timeout),
-        };
-        // On a busy host what it shows may come too late once.
         let mut seen = String::new();
-        for _ in 0..3 {
-            let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
-            let result = sandbox.call(call.clone()).await.unwrap();
+        for timeout in tries {
+            let mut sandbox = fresh(&pool).await;
+            let result = shell_for(&mut sandbox, timeout, command).await;
             sandbox.close().await;
             if proof(&result) {
                 seen.clear();
@@ -250,22 +248,6 @@ fn number(variable: &str, default: usize) -> usize {
 /// To the stream itself, since the test harness keeps what passing tests print.
 fn say(line: &str) {
     let _ = writeln!(std::io::stderr(), "endurance: {line}");
-}
-
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
-}
-
-fn proc(name: &str) -> String {
-    fs::read_to_string(Path::new("/proc").join(name)).unwrap_or_default()
-}
-
-fn pids() -> Vec<u32> {
-    fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .filter_map(|e| e.file_name().to_str()?.parse().ok())
-        .collect()
 }
 
 /// This process' descendants, and whatever is in a control group of its name.
@@ -295,44 +277,17 @@ fn own_processes(root: u32) -> BTreeSet<u32> {
         .collect()
 }
 
-/// Control groups with this prefix, wherever they are, and those beneath.
-fn groups(prefix: &str) -> BTreeSet<String> {
-    fn walk(dir: &Path, depth: usize, inside: bool, prefix: &str, found: &mut BTreeSet<String>) {
-        for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
-            if entry.file_type().is_ok_and(|t| t.is_dir()) {
-                let inside = inside || entry.file_name().to_string_lossy().starts_with(prefix);
-                if inside {
-                    found.insert(entry.path().display().to_string());
-                }
-                if depth < 6 {
-                    walk(&entry.path(), depth + 1, inside, prefix, found);
-                }
-            }
-        }
-    }
-    let mut found = BTreeSet::new();
-    walk(Path::new("/sys/fs/cgroup"), 0, false, prefix, &mut found);
-    found
-}
-
 fn own_groups() -> i64 {
-    groups(&format!("drillyard-{}-", std::process::id())).len() as i64
-}
-
-fn descriptors(pid: u32) -> i64 {
-    fs::read_dir(format!("/proc/{pid}/fd")).map_or(0, |dir| dir.count() as i64)
+    groups_of(std::process::id()).len() as i64
 }
 
 /// Descriptors of this process and of its helper.
 fn own_descriptors() -> i64 {
     let helper = |pid: &u32| proc(&format!("{pid}/cmdline")).contains("sandbox-init");
-    let all = own_processes(std::process::id());
-    let helpers: i64 = all
-        .iter()
-        .filter(|p| helper(p))
-        .map(|p| descriptors(*p))
-        .sum();
-    descriptors(std::process::id()) + helpers
+    let mut all = own_processes(std::process::id());
+    all.retain(helper);
+    all.insert(std::process::id());
+    all.into_iter().map(|pid| descriptors(pid) as i64).sum()
 }
 
 fn own_network_namespaces() -> i64 {
@@ -375,17 +330,10 @@ fn kernel_memory() -> i64 {
 
 /// Resident memory of this process and its helper, in MiB.
 fn own_memory() -> i64 {
-    let resident = |pid: u32| {
-        let status = proc(&format!("{pid}/status"));
-        let line = status
-            .lines()
-            .find_map(|l| l.strip_prefix("VmRSS:").map(str::to_owned));
-        line.and_then(|l| l.split_whitespace().next()?.parse::<i64>().ok())
-            .unwrap_or(0)
-    };
     let mut all = own_processes(std::process::id());
     all.insert(std::process::id());
-    all.into_iter().map(resident).sum::<i64>() / 1024
+    let bytes: u64 = all.into_iter().map(resident).sum();
+    (bytes / MIB) as i64
 }
 
 /// Used disk under the directory for temporary files, in MiB.
@@ -478,7 +426,13 @@ fn controls(counts: &[Count]) {
             .arg("1000")
             .spawn()
             .unwrap();
-        std::thread::sleep(Duration::from_millis(200));
+        // Whatever runs it has done its part once it has become that.
+        let comm = format!("{}/comm", child.id());
+        let until = Instant::now() + Duration::from_secs(10);
+        while proc(&comm) != "sleep\n" {
+            assert!(Instant::now() < until, "{program:?} does not come to sleep");
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Box::new(Killed(child))
     };
     sees("processes", 1, &mut || sleep(&["sleep"]));
@@ -580,11 +534,10 @@ impl Drop for Mounted {
 }
 
 async fn settled(pool: &Pool) {
-    let until = Instant::now() + Duration::from_mins(3);
-    while pool.ready() < config().pool_size || pool.live() > 0 {
-        assert!(Instant::now() < until, "the pool does not come to rest");
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    eventually_in(Duration::from_mins(3), "the pool comes to rest", || {
+        pool.ready() >= config().pool_size && pool.live() == 0
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -657,11 +610,6 @@ fn alive(pid: u32) -> Option<(u32, String)> {
     (state != "Z" && state != "X").then_some((pid, started))
 }
 
-fn marked(mark: &str) -> usize {
-    let holds = |pid: &u32| proc(&format!("{pid}/cmdline")).contains(mark);
-    pids().iter().filter(|pid| holds(pid)).count()
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn killing_the_program_at_any_moment_leaves_nothing() {
     const NAME: &str = "killing_the_program_at_any_moment_leaves_nothing";
@@ -685,32 +633,21 @@ async fn killing_the_program_at_any_moment_leaves_nothing() {
     let mut slowest = Duration::ZERO;
     for round in 0..rounds {
         let mark = format!("mark-{}-{round}-{seed}", std::process::id());
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", NAME])
+        let mut child = again(NAME)
             .env("DRILLYARD_VICTIM", &mark)
-            .stdout(Stdio::null())
             .stderr(Stdio::null())
             .spawn()
             .unwrap();
-        let until = Instant::now() + Duration::from_mins(3);
-        while marked(&mark) == 0 {
-            assert!(
-                Instant::now() < until,
-                "the program runs no episode (seed {seed})"
-            );
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
+        eventually_in(Duration::from_mins(3), "the program runs episodes", || {
+            host_processes(&mark) > 0
+        })
+        .await;
         tokio::time::sleep(Duration::from_millis(random.below(1500))).await;
         let id = child.id();
-        let prefix = format!("drillyard-{id}-");
         let there: Vec<_> = own_processes(id).into_iter().filter_map(alive).collect();
         // The control: beside the helper's two processes sandboxes are there to be left behind.
         assert!(there.len() > 2, "{there:?} (seed {seed})");
-        assert!(
-            !is_root()
-                || !groups(&prefix).is_empty()
-                || !Path::new("/sys/fs/cgroup/memory").exists()
-        );
+        assert!(!has_groups() || !groups_of(id).is_empty());
         child.kill().unwrap();
         child.wait().unwrap();
         let killed = Instant::now();
@@ -721,7 +658,7 @@ async fn killing_the_program_at_any_moment_leaves_nothing() {
                 .iter()
                 .filter(|p| alive(p.0).as_ref() == Some(p))
                 .collect();
-            let (groups, marked) = (groups(&prefix), marked(&mark));
+            let (groups, marked) = (groups_of(id), host_processes(&mark));
             if left.is_empty() && groups.is_empty() && marked == 0 {
                 break;
             }

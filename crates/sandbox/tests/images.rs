@@ -4,34 +4,38 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
+
 use std::io::Write;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_sandbox::Change::{Created, Deleted, Modified};
 use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Image, ImageCaps, ImageStore, Limits, Pool, Recipe, Sandbox,
-    SandboxConfig, SandboxError, Setup, Snapshot, StoredImage,
+    CallOutcome, Image, ImageCaps, ImageStore, Limits, Pool, Recipe, SandboxConfig, SandboxError,
+    Setup, Snapshot, StoredImage,
 };
+use tokio::sync::Mutex;
 
-const MIB: u64 = 1 << 20;
+use common::{
+    MIB, again, changes, children, descriptors, eventually, eventually_in, fresh, is_root, output,
+    pids, proc, shell, text,
+};
 
 fn small() -> SandboxConfig {
     SandboxConfig {
         limits: Limits {
-            call_timeout: Duration::from_secs(20),
-            memory_bytes: 256 * MIB,
             disk_bytes: 64 * MIB,
             files: 20_000,
-            pids: 64,
             output_bytes: 4 * MIB,
-            ..Limits::default()
+            ..common::small().limits
         },
         pool_size: 0,
-        ..SandboxConfig::default()
+        ..common::small()
     }
 }
 
@@ -43,40 +47,17 @@ impl Place {
         Self(tempfile::tempdir_in("/var/tmp").unwrap())
     }
 
-    fn path(&self) -> Utf8PathBuf {
-        Utf8PathBuf::from_path_buf(self.0.path().to_owned()).unwrap()
+    fn path(&self) -> &Utf8Path {
+        Utf8Path::from_path(self.0.path()).unwrap()
+    }
+
+    fn store(&self) -> ImageStore {
+        store(self.path())
     }
 }
 
-async fn shell(sandbox: &mut Sandbox, command: &str) -> CallResult {
-    sandbox.call(Call::shell(command)).await.unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-async fn output(sandbox: &mut Sandbox, command: &str) -> String {
-    let result = shell(sandbox, command).await;
-    assert_eq!(
-        result.outcome,
-        CallOutcome::Ok,
-        "{command}: {}",
-        text(&result.stderr)
-    );
-    text(&result.stdout).trim_end().to_owned()
-}
-
-fn changes(result: &CallResult) -> Vec<(&str, drillyard_sandbox::Change)> {
-    result
-        .files_changed
-        .iter()
-        .map(|c| (c.path.as_str(), c.change))
-        .collect()
-}
-
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
+fn store(dir: &Utf8Path) -> ImageStore {
+    ImageStore::open(dir.join("store")).unwrap()
 }
 
 const PROGRAMS: &[&str] = &[
@@ -141,6 +122,117 @@ async fn host_slice(store: &ImageStore) -> StoredImage {
     );
     let recipe = Recipe::parse(&recipe).unwrap();
     store.build(&recipe, &small(), &mut |_| {}).await.unwrap()
+}
+
+/// That image in a place of its own.
+struct Slice {
+    _place: Place,
+    store: ImageStore,
+    image: StoredImage,
+}
+
+impl Slice {
+    async fn new() -> Self {
+        let place = Place::new();
+        let store = place.store();
+        let image = host_slice(&store).await;
+        Self {
+            _place: place,
+            store,
+            image,
+        }
+    }
+
+    /// Tests that leave it as it is share one.
+    async fn shared() -> Arc<Self> {
+        static LAST: Mutex<Weak<Slice>> = Mutex::const_new(Weak::new());
+        let mut last = LAST.lock().await;
+        if let Some(slice) = last.upgrade() {
+            return slice;
+        }
+        let slice = Arc::new(Self::new().await);
+        *last = Arc::downgrade(&slice);
+        slice
+    }
+
+    async fn pool(&self) -> Pool {
+        over(self.image.image()).await
+    }
+}
+
+/// A pool over an image.
+async fn over(image: Image) -> Pool {
+    Pool::start(SandboxConfig { image, ..small() })
+        .await
+        .unwrap()
+}
+
+/// A pool with a cache.
+async fn cached(dir: &Utf8Path, image: Image) -> Pool {
+    Pool::start(SandboxConfig {
+        image,
+        cache_dir: Some(dir.join("cache")),
+        ..small()
+    })
+    .await
+    .unwrap()
+}
+
+/// A kind of image, and where pools over it have their cache.
+struct Ground {
+    kind: &'static str,
+    image: Image,
+    place: Place,
+    slice: Option<Arc<Slice>>,
+}
+
+impl Ground {
+    fn host() -> Self {
+        Self {
+            kind: "host",
+            image: Image::Host,
+            place: Place::new(),
+            slice: None,
+        }
+    }
+
+    async fn rootfs() -> Self {
+        let slice = Slice::shared().await;
+        Self {
+            kind: "rootfs",
+            image: slice.image.image(),
+            place: Place::new(),
+            slice: Some(slice),
+        }
+    }
+
+    async fn both() -> [Self; 2] {
+        [Self::host(), Self::rootfs().await]
+    }
+
+    async fn pool(&self) -> Pool {
+        cached(self.place.path(), self.image.clone()).await
+    }
+
+    fn layers(&self) -> Vec<String> {
+        layers(self.place.path())
+    }
+
+    /// Nothing has changed the image.
+    fn verify(&self) {
+        if let Some(slice) = &self.slice {
+            slice.store.verify(&slice.image.digest).unwrap();
+        }
+    }
+}
+
+fn layers(dir: &Utf8Path) -> Vec<String> {
+    let mut names: Vec<_> = std::fs::read_dir(dir.join("cache/layers"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
+        .collect();
+    names.sort();
+    names
 }
 
 /// A small tree with one of everything.
@@ -217,7 +309,7 @@ fn the_same_tree_has_the_same_digest_wherever_it_comes_from() {
     let dir = place.path();
     let tree = dir.join("tree");
     sample(tree.as_std_path());
-    let store = ImageStore::open(dir.join("store")).unwrap();
+    let store = place.store();
     let one = store.import(&tree, Some("sample")).unwrap();
     assert_eq!(
         (one.name.as_str(), one.source.as_str(), one.system.as_str()),
@@ -329,8 +421,8 @@ fn layered(dir: &Utf8Path, oci: bool) -> Utf8PathBuf {
 fn layered_archives_obey_their_whiteouts() {
     let place = Place::new();
     let dir = place.path();
-    let store = ImageStore::open(dir.join("store")).unwrap();
-    let docker = store.import(&layered(&dir, false), None).unwrap();
+    let store = place.store();
+    let docker = store.import(&layered(dir, false), None).unwrap();
     assert_eq!(
         (docker.name.as_str(), docker.source.as_str()),
         ("two:layers", "docker archive")
@@ -346,7 +438,7 @@ fn layered_archives_obey_their_whiteouts() {
         "through a link, within the root"
     );
     assert!(!docker.rootfs.join("gone").exists());
-    let oci = store.import(&layered(&dir, true), None).unwrap();
+    let oci = store.import(&layered(dir, true), None).unwrap();
     assert_eq!(
         (oci.name.as_str(), oci.digest.as_str()),
         ("two:layers", docker.digest.as_str())
@@ -365,7 +457,7 @@ fn hostile_archives_stay_inside_or_are_refused() {
         entries: 1000,
         bytes: MIB,
     };
-    let store = ImageStore::open(dir.join("store")).unwrap().with_caps(caps);
+    let store = place.store().with_caps(caps);
     let outside_name = outside.as_str().as_bytes();
     let victim = [outside_name, b"/victim"].concat();
     let try_tar = |bytes: &[u8]| {
@@ -517,32 +609,27 @@ fn hostile_archives_stay_inside_or_are_refused() {
     assert_eq!(std::fs::read_dir(&outside).unwrap().count(), 1);
 }
 
-#[test]
-fn what_a_killed_import_leaves_is_swept() {
-    if let Ok(place) = std::env::var("DRILLYARD_TEST_IMPORT") {
-        let dir = Utf8PathBuf::from(place);
-        let store = ImageStore::open(dir.join("store")).unwrap();
-        store.import(&dir.join("large"), Some("never")).unwrap();
+#[tokio::test]
+async fn what_a_killed_import_leaves_is_swept() {
+    if let Ok(dir) = std::env::var("DRILLYARD_TEST_IMPORT") {
+        let dir = Utf8PathBuf::from(dir);
+        store(&dir)
+            .import(&dir.join("large"), Some("never"))
+            .unwrap();
         return;
     }
     let place = Place::new();
     let dir = place.path();
-    ImageStore::open(dir.join("store")).unwrap();
+    place.store();
     // All holes, and so nothing on the disk; its copy is none.
     std::fs::create_dir(dir.join("large")).unwrap();
     let large = std::fs::File::create(dir.join("large/file")).unwrap();
     large.set_len(16 << 30).unwrap();
-    let mut child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "what_a_killed_import_leaves_is_swept"])
+    let mut child = again("what_a_killed_import_leaves_is_swept")
         .env("DRILLYARD_TEST_IMPORT", dir.as_str())
-        .stdout(std::process::Stdio::null())
         .spawn()
         .unwrap();
-    let until = std::time::Instant::now() + Duration::from_secs(20);
-    while leftovers(&dir.join("store")).is_empty() {
-        assert!(std::time::Instant::now() < until);
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    eventually("it has begun", || !leftovers(&dir.join("store")).is_empty()).await;
     child.kill().unwrap();
     child.wait().unwrap();
     assert_eq!(
@@ -550,8 +637,7 @@ fn what_a_killed_import_leaves_is_swept() {
         1,
         "the control: it was half-way"
     );
-    let store = ImageStore::open(dir.join("store")).unwrap();
-    assert_eq!(store.list().unwrap(), []);
+    assert_eq!(place.store().list().unwrap(), []);
     assert_eq!(leftovers(&dir.join("store")), Vec::<String>::new());
 }
 
@@ -594,29 +680,17 @@ fn recipes_say_what_is_wrong_with_them() {
                 .contains("apt-get install mmdebstrap")
         );
     }
-    assert_eq!(leftovers(&place.path()), Vec::<String>::new());
-}
-
-/// A pool over an image of this host's programs.
-async fn own_root(dir: &Utf8Path) -> (Pool, StoredImage, ImageStore) {
-    let store = ImageStore::open(dir.join("store")).unwrap();
-    let image = host_slice(&store).await;
-    let pool = Pool::start(SandboxConfig {
-        image: image.image(),
-        ..small()
-    })
-    .await
-    .unwrap();
-    (pool, image, store)
+    assert_eq!(leftovers(place.path()), Vec::<String>::new());
 }
 
 #[tokio::test]
 async fn a_root_of_its_own_can_be_changed_and_the_image_cannot() {
-    let place = Place::new();
-    let (pool, image, store) = own_root(&place.path()).await;
+    let slice = Slice::new().await;
+    let (store, image) = (&slice.store, &slice.image);
+    let pool = slice.pool().await;
     assert_eq!(pool.image().digest, image.digest);
     let mut sandbox = pool.lease(&Setup::new([("in", &b"x"[..])])).await.unwrap();
-    let mut neighbour = pool.lease(&Setup::default()).await.unwrap();
+    let mut neighbour = fresh(&pool).await;
     assert_eq!(
         output(&mut sandbox, "cat /etc/motd in; pwd; id -u; hostname").await,
         "hello\nx/work\n1000\nsandbox"
@@ -746,9 +820,9 @@ async fn a_root_of_its_own_can_be_changed_and_the_image_cannot() {
 
 #[tokio::test]
 async fn a_root_of_its_own_has_the_disks_size() {
-    let place = Place::new();
-    let (pool, ..) = own_root(&place.path()).await;
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let slice = Slice::shared().await;
+    let pool = slice.pool().await;
+    let mut sandbox = fresh(&pool).await;
     let result = shell(
         &mut sandbox,
         "dd if=/dev/zero of=/data/big bs=1M count=100 2>&1",
@@ -772,9 +846,9 @@ async fn a_root_of_its_own_has_the_disks_size() {
 
 #[tokio::test]
 async fn packed_snapshots_hold_the_roots_changes_too() {
-    let place = Place::new();
-    let (pool, ..) = own_root(&place.path()).await;
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let slice = Slice::shared().await;
+    let pool = slice.pool().await;
+    let mut sandbox = fresh(&pool).await;
     output(&mut sandbox, "echo w > w; echo t > /tmp/t; echo more >> /etc/motd; rm -r /data/deep; mkdir /data/deep; rm /bin/sleep /usr/bin/sleep 2>/dev/null; true").await;
     let snapshot = sandbox.snapshot().await.unwrap();
     sandbox.close().await;
@@ -799,7 +873,7 @@ async fn images_without_a_shell_or_with_host_paths_are_refused() {
     let place = Place::new();
     let dir = place.path();
     sample(dir.join("tree").as_std_path());
-    let store = ImageStore::open(dir.join("store")).unwrap();
+    let store = place.store();
     let image = store.import(&dir.join("tree"), None).unwrap();
     let start = |config| async { Pool::start(config).await.unwrap_err().to_string() };
     let error = start(SandboxConfig {
@@ -831,12 +905,12 @@ async fn images_without_a_shell_or_with_host_paths_are_refused() {
 async fn an_image_whose_links_point_everywhere_builds_a_root_all_the_same() {
     let place = Place::new();
     let dir = place.path();
-    let store = ImageStore::open(dir.join("store")).unwrap();
-    let slice = host_slice(&store).await;
+    let store = place.store();
+    let slice = Slice::shared().await;
     // A copy of it with links in the places that are mounted over and written to.
     let tree = dir.join("tree");
     let copied = Command::new("cp")
-        .args(["-a", slice.rootfs.as_str(), tree.as_str()])
+        .args(["-a", slice.image.rootfs.as_str(), tree.as_str()])
         .status()
         .unwrap();
     assert!(copied.success());
@@ -855,12 +929,7 @@ async fn an_image_whose_links_point_everywhere_builds_a_root_all_the_same() {
     symlink("/dev/null", tree.join("etc/passwd")).unwrap();
     symlink("/", tree.join("etc/group")).unwrap();
     let image = store.import(&tree, Some("links")).unwrap();
-    let pool = Pool::start(SandboxConfig {
-        image: image.image(),
-        ..small()
-    })
-    .await
-    .unwrap();
+    let pool = over(image.image()).await;
     let mut sandbox = pool.lease(&Setup::new([("in", &b"x"[..])])).await.unwrap();
     assert_eq!(
         output(&mut sandbox, "pwd; cat /work/in; wc -l < /etc/passwd; ls /dev | tr '\\n' ' '; test -r /proc/self/stat && echo proc").await,
@@ -871,93 +940,9 @@ async fn an_image_whose_links_point_everywhere_builds_a_root_all_the_same() {
 }
 
 #[tokio::test]
-async fn also_as_an_ordinary_user() {
-    if !is_root() {
-        return;
-    }
-    // Copies that another user can reach, wherever this was built.
-    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    let place = |from: &Path| {
-        let to = dir.path().join(from.file_name().unwrap());
-        std::fs::copy(from, &to).unwrap();
-        to
-    };
-    let exe = std::env::current_exe().unwrap();
-    let helpers = exe
-        .ancestors()
-        .map(|a| a.join("helpers"))
-        .find(|h| h.join("drillyard-sandbox-init").exists())
-        .or_else(|| std::env::var_os("DRILLYARD_HELPERS").map(Into::into))
-        .unwrap();
-    place(&helpers.join("drillyard-sandbox-init"));
-    place(&helpers.join("drillyard-sql-tool"));
-    let copy = place(&exe);
-    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
-    let done = Command::new(copy)
-        .env_clear()
-        .env("DRILLYARD_HELPERS", dir.path())
-        .env("PATH", "/usr/bin:/bin")
-        .env("TMPDIR", "/tmp")
-        .args(["--test-threads", "2"])
-        .current_dir("/")
-        .gid_uid(64_321)
-        .output()
-        .unwrap();
-    let said = text(&done.stdout);
-    assert!(done.status.success(), "{said}{}", text(&done.stderr));
-    assert!(
-        said.contains("test also_as_an_ordinary_user ... ok") && said.contains(" 0 failed"),
-        "{said}"
-    );
-}
-
-/// Becomes a user and group of the same number.
-trait GidUid {
-    fn gid_uid(&mut self, id: u32) -> &mut Self;
-}
-
-impl GidUid for Command {
-    fn gid_uid(&mut self, id: u32) -> &mut Self {
-        use std::os::unix::process::CommandExt;
-        self.gid(id).uid(id)
-    }
-}
-
-/// A pool with a cache.
-async fn cached(dir: &Utf8Path, image: Image) -> Pool {
-    Pool::start(SandboxConfig {
-        image,
-        cache_dir: Some(dir.join("cache")),
-        ..small()
-    })
-    .await
-    .unwrap()
-}
-
-/// Both kinds of image, with a name for messages.
-async fn both(dir: &Utf8Path) -> Vec<(&'static str, Image)> {
-    let store = ImageStore::open(dir.join("store")).unwrap();
-    vec![
-        ("host", Image::Host),
-        ("rootfs", host_slice(&store).await.image()),
-    ]
-}
-
-fn layers(dir: &Utf8Path) -> Vec<String> {
-    let mut names: Vec<_> = std::fs::read_dir(dir.join("cache/layers"))
-        .unwrap()
-        .map(|e| e.unwrap().file_name().to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    names
-}
-
-#[tokio::test]
 async fn a_large_set_up_becomes_a_layer_and_changes_are_told_against_it() {
-    let place = Place::new();
-    for (kind, image) in both(&place.path()).await {
-        let dir = place.path().join(kind);
-        let pool = cached(&dir, image).await;
+    for ground in Ground::both().await {
+        let (kind, pool) = (ground.kind, ground.pool().await);
         let mut files: Vec<(String, Vec<u8>)> = (0..150)
             .map(|n| {
                 (
@@ -970,7 +955,7 @@ async fn a_large_set_up_becomes_a_layer_and_changes_are_told_against_it() {
         files.push(("/tmp/t".into(), b"t".to_vec()));
         let setup = Setup::new(files);
         let mut sandbox = pool.lease(&setup).await.unwrap();
-        assert_eq!(layers(&dir).len(), 1, "{kind}");
+        assert_eq!(ground.layers().len(), 1, "{kind}");
         assert_eq!(output(&mut sandbox, "pwd; cat d1/f1 /tmp/t; stat -c %u:%a big d1 . | tr '\\n' ' '; find . -type f | wc -l").await,
             "/work\ncontent 1t1000:644 1000:755 1000:755 151", "{kind}");
         // Without a look into the layer: nothing is told of what nobody touched.
@@ -1059,16 +1044,14 @@ async fn a_large_set_up_becomes_a_layer_and_changes_are_told_against_it() {
         for sandbox in [sandbox, other, third] {
             sandbox.close().await;
         }
-        assert_eq!(layers(&dir).len(), 1);
+        assert_eq!(ground.layers().len(), 1);
     }
 }
 
 #[tokio::test]
 async fn a_set_ups_commands_run_once() {
-    let place = Place::new();
-    for (kind, image) in both(&place.path()).await {
-        let dir = place.path().join(kind);
-        let pool = cached(&dir, image).await;
+    for ground in Ground::both().await {
+        let (kind, pool) = (ground.kind, ground.pool().await);
         let setup = Setup::new([("rows", &b"1\n2\n"[..])]).then([
             "for i in 1 2 3; do cat rows >> all; done; rm rows; mkdir -m 000 shut; mkdir -m 1777 open; ln -s all l",
             "cat /proc/sys/kernel/random/uuid > once; echo t > /tmp/t",
@@ -1090,18 +1073,7 @@ async fn a_set_ups_commands_run_once() {
         assert_eq!(changes(&shell(&mut first, "true").await), []);
         // Another program finds the same layer; without a cache it works too.
         let once = output(&mut first, "cat once").await;
-        let other = cached(
-            &dir,
-            match kind {
-                "host" => Image::Host,
-                _ => ImageStore::open(place.path().join("store"))
-                    .unwrap()
-                    .find("slice")
-                    .unwrap()
-                    .image(),
-            },
-        )
-        .await;
+        let other = ground.pool().await;
         let mut third = other.lease(&setup).await.unwrap();
         assert_eq!(output(&mut third, "cat once").await, once);
         let plain = Pool::start(small()).await.unwrap();
@@ -1114,7 +1086,7 @@ async fn a_set_ups_commands_run_once() {
             matches!(&error, SandboxError::Setup { said, .. } if said == "no\n"),
             "{error}"
         );
-        assert_eq!(layers(&dir).len(), 1);
+        assert_eq!(ground.layers().len(), 1);
         for sandbox in [first, second, third, fourth] {
             sandbox.close().await;
         }
@@ -1138,9 +1110,9 @@ async fn layers_of_set_ups_are_bounded_and_those_in_use_stay() {
         let mut sandbox = pool.lease(&setup(n)).await.unwrap();
         assert_eq!(output(&mut sandbox, "stat -c %s big").await, "4194304");
         sandbox.close().await;
-        assert!(layers(&dir).len() <= 3, "{n}: {:?}", layers(&dir));
+        assert!(layers(dir).len() <= 3, "{n}: {:?}", layers(dir));
     }
-    assert_eq!(layers(&dir).len(), 2, "the one in use and the last");
+    assert_eq!(layers(dir).len(), 2, "the one in use and the last");
     let mut held = held;
     assert_eq!(output(&mut held, "head -c 2 big | tr '\\0' z").await, "zz");
     held.close().await;
@@ -1148,10 +1120,8 @@ async fn layers_of_set_ups_are_bounded_and_those_in_use_stay() {
 
 #[tokio::test]
 async fn states_are_saved_restored_and_branched_from() {
-    let place = Place::new();
-    for (kind, image) in both(&place.path()).await {
-        let dir = place.path().join(kind);
-        let pool = cached(&dir, image.clone()).await;
+    for ground in Ground::both().await {
+        let (kind, pool) = (ground.kind, ground.pool().await);
         let setup = Setup::new([("in", &b"1"[..])]).then(["mkdir d; echo a > d/a; echo b > d/b"]);
         let mut sandbox = pool.lease(&setup).await.unwrap();
         output(
@@ -1177,7 +1147,7 @@ async fn states_are_saved_restored_and_branched_from() {
         drop((saved, pool));
         sandbox.close().await;
         // Days later, another process.
-        let pool = cached(&dir, image.clone()).await;
+        let pool = ground.pool().await;
         let saved = pool.saved(&id).unwrap();
         let mut branches = pool.branches(&saved, 3).await.unwrap();
         for branch in &mut branches {
@@ -1260,9 +1230,9 @@ async fn a_database_and_its_log_are_saved_together() {
         eprintln!("SKIPPED: sqlite3 is not on this host");
         return;
     }
-    let place = Place::new();
-    let pool = cached(&place.path(), Image::Host).await;
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let ground = Ground::host();
+    let pool = ground.pool().await;
+    let mut sandbox = fresh(&pool).await;
     // The writer is killed with its log not yet written back, in the middle of a transaction.
     let result = shell(
         &mut sandbox,
@@ -1293,8 +1263,8 @@ async fn a_database_and_its_log_are_saved_together() {
 
 #[tokio::test]
 async fn trees_that_forbid_everything_are_saved_too() {
-    let place = Place::new();
-    let pool = cached(&place.path(), Image::Host).await;
+    let ground = Ground::host();
+    let pool = ground.pool().await;
     let mut sandbox = pool
         .lease(&Setup::default().then(["mkdir base; echo x > base/x"]))
         .await
@@ -1363,10 +1333,8 @@ ls -A /work /tmp /dev/shm | grep -c left
 
 #[tokio::test]
 async fn every_sandbox_starts_byte_for_byte_alike() {
-    let place = Place::new();
-    for (kind, image) in both(&place.path()).await {
-        let dir = place.path().join(kind);
-        let pool = cached(&dir, image).await;
+    for ground in Ground::both().await {
+        let (kind, pool) = (ground.kind, ground.pool().await);
         let plain = Setup::new([("in", &b"1"[..]), ("base", b"2"), ("/tmp/t", b"3")]);
         let layered = plain.clone().then(["mkdir d; echo d > d/d"]);
         let mut first = pool.lease(&layered).await.unwrap();
@@ -1412,12 +1380,13 @@ async fn every_sandbox_starts_byte_for_byte_alike() {
 
 #[tokio::test]
 async fn tools_are_asked_for_their_versions_once() {
-    let place = Place::new();
     let pool = Pool::start(small()).await.unwrap();
     let versions = pool.tool_versions().await.unwrap();
     assert!(versions["bash"].contains("bash"), "{versions:?}");
     assert!(std::ptr::eq(versions, pool.tool_versions().await.unwrap()));
-    let (pool, image, store) = own_root(&place.path()).await;
+    let slice = Slice::new().await;
+    let (store, image) = (&slice.store, &slice.image);
+    let pool = slice.pool().await;
     let versions = pool.tool_versions().await.unwrap().clone();
     assert!(
         versions.contains_key("bash") && !versions.contains_key("python3"),
@@ -1430,8 +1399,7 @@ async fn tools_are_asked_for_their_versions_once() {
 #[tokio::test]
 async fn recipes_run_commands_inside() {
     let place = Place::new();
-    let dir = place.path();
-    let store = ImageStore::open(dir.join("store")).unwrap();
+    let store = place.store();
     let recipe = |run: &str| {
         let text = format!(
             "name = \"ran\"\nfrom = \"host-slice\"\npackages = [\"bash\", \"cat\", \"rm\", \"mkdir\"]\nrun = [{run}]\n\
@@ -1474,44 +1442,27 @@ async fn recipes_run_commands_inside() {
     assert_eq!(store.list().unwrap().len(), 1);
 }
 
-/// The helper that holds the sandboxes, by its mount namespace's process: a grandchild of the program.
-fn helpers_of(program: u32) -> Vec<String> {
-    let children = |pid: &str| -> Vec<String> {
-        let mut all = Vec::new();
-        for task in std::fs::read_dir(format!("/proc/{pid}/task"))
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            let list = std::fs::read_to_string(task.path().join("children")).unwrap_or_default();
-            all.extend(list.split_whitespace().map(str::to_owned));
-        }
-        all
-    };
-    children(&program.to_string())
-        .iter()
-        .flat_map(|outer| children(outer))
-        .collect()
+/// The helpers that hold this program's sandboxes: grandchildren, each in a mount namespace of its own.
+fn own_helpers() -> Vec<u32> {
+    let outer = children(std::process::id());
+    outer.into_iter().flat_map(children).collect()
+}
+
+fn mounts(pid: u32) -> String {
+    proc(&format!("{pid}/mountinfo"))
 }
 
 /// Processes that see a place through a mount.
 fn mounted_by(place: &str) -> usize {
-    std::fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .filter_map(|e| std::fs::read_to_string(e.path().join("mountinfo")).ok())
-        .filter(|mounts| mounts.contains(place))
-        .count()
+    let sees = |pid: &u32| mounts(*pid).contains(place);
+    pids().iter().filter(|pid| sees(pid)).count()
 }
 
 #[tokio::test]
 async fn killing_the_program_leaves_neither_mounts_nor_locks_nor_files() {
     if let Ok(dir) = std::env::var("DRILLYARD_TEST_VICTIM") {
         let dir = Utf8PathBuf::from(dir);
-        let image = ImageStore::open(dir.join("store"))
-            .unwrap()
-            .find("slice")
-            .unwrap();
+        let image = store(&dir).find("slice").unwrap();
         let pool = cached(&dir, image.image()).await;
         let mut sandbox = pool
             .lease(&Setup::default().then(["echo x > x"]))
@@ -1528,23 +1479,17 @@ async fn killing_the_program_leaves_neither_mounts_nor_locks_nor_files() {
     }
     let place = Place::new();
     let dir = place.path();
-    let store = ImageStore::open(dir.join("store")).unwrap();
+    let store = place.store();
     let image = host_slice(&store).await;
     for _ in 0..3 {
-        let mut child = Command::new(std::env::current_exe().unwrap())
-            .args([
-                "--exact",
-                "killing_the_program_leaves_neither_mounts_nor_locks_nor_files",
-            ])
+        let mut child = again("killing_the_program_leaves_neither_mounts_nor_locks_nor_files")
             .env("DRILLYARD_TEST_VICTIM", dir.as_str())
-            .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        let until = std::time::Instant::now() + Duration::from_secs(30);
-        while !dir.join("ready").exists() {
-            assert!(std::time::Instant::now() < until);
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually_in(Duration::from_secs(30), "its sandbox is made", || {
+            dir.join("ready").exists()
+        })
+        .await;
         let error = store.remove(&image.digest).unwrap_err().to_string();
         assert!(error.contains("in use"), "the control: {error}");
         if is_root() {
@@ -1553,17 +1498,13 @@ async fn killing_the_program_leaves_neither_mounts_nor_locks_nor_files() {
         child.kill().unwrap();
         child.wait().unwrap();
         std::fs::remove_file(dir.join("ready")).unwrap();
-        let until = std::time::Instant::now() + Duration::from_secs(10);
-        while mounted_by(dir.as_str()) > 0 {
-            assert!(std::time::Instant::now() < until, "mounts stay");
-            std::thread::sleep(Duration::from_millis(5));
-        }
+        eventually("mounts are gone", || mounted_by(dir.as_str()) == 0).await;
     }
     store.verify(&image.digest).unwrap();
-    let kept = layers(&dir);
+    let kept = layers(dir);
     assert_eq!(kept.len(), 1, "{kept:?}");
     // Nobody holds it any more.
-    let pool = cached(&dir, image.image()).await;
+    let pool = cached(dir, image.image()).await;
     pool.remove_saved(&kept[0]).unwrap();
     drop(pool);
     store.remove(&image.digest).unwrap();
@@ -1575,33 +1516,22 @@ async fn killing_the_program_leaves_neither_mounts_nor_locks_nor_files() {
 
 #[tokio::test]
 async fn many_sandboxes_on_layers_leave_the_helper_as_it_was() {
-    let place = Place::new();
-    let dir = place.path();
-    let store = ImageStore::open(dir.join("store")).unwrap();
-    let image = host_slice(&store).await;
-    let before: Vec<_> = helpers_of(std::process::id());
-    let pool = cached(&dir, image.image()).await;
-    let helper: Vec<_> = helpers_of(std::process::id())
-        .into_iter()
-        .filter(|h| !before.contains(h))
-        .collect();
+    let ground = Ground::rootfs().await;
+    let before = own_helpers();
+    let pool = ground.pool().await;
+    let mut helpers = own_helpers();
+    helpers.retain(|helper| !before.contains(helper));
     let setup = Setup::new([("in", &b"x"[..])]).then(["echo y > y"]);
     pool.lease(&setup).await.unwrap().close().await;
-    let count = |what: &str| -> Vec<usize> {
-        helper
-            .iter()
-            .filter_map(|h| match what {
-                "fd" => Some(std::fs::read_dir(format!("/proc/{h}/fd")).ok()?.count()),
-                _ => Some(
-                    std::fs::read_to_string(format!("/proc/{h}/mountinfo"))
-                        .ok()?
-                        .lines()
-                        .count(),
-                ),
-            })
-            .collect()
+    // Other tests of this program have helpers too; theirs come and go, this one's numbers are the same at last.
+    let fewest = || {
+        let alive: Vec<_> = helpers.iter().filter(|h| descriptors(**h) > 0).collect();
+        (
+            alive.iter().map(|h| descriptors(**h)).min(),
+            alive.iter().map(|h| mounts(**h).lines().count()).min(),
+        )
     };
-    let state = (count("fd"), count("mounts"));
+    let state = fewest();
     for n in 0..40 {
         let mut sandbox = pool.lease(&setup).await.unwrap();
         if n % 8 == 0 {
@@ -1609,24 +1539,20 @@ async fn many_sandboxes_on_layers_leave_the_helper_as_it_was() {
         }
         sandbox.close().await;
     }
-    // Other tests of this program have helpers too; theirs come and go, this one's numbers are the same at last.
-    let until = std::time::Instant::now() + Duration::from_secs(10);
-    let grown = |now: &[usize], then: &[usize]| now.iter().min() > then.iter().min();
-    let more = || grown(&count("fd"), &state.0) || grown(&count("mounts"), &state.1);
-    while more() && std::time::Instant::now() < until {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    if is_root() {
-        assert!(!more(), "{state:?} {:?} {:?}", count("fd"), count("mounts"));
-    }
-    store.verify(&image.digest).unwrap();
+    // Whoever is no root is not told of them.
+    assert!(!is_root() || state.0.is_some());
+    eventually("there are no more of either", || {
+        let now = fewest();
+        now.0 <= state.0 && now.1 <= state.1
+    })
+    .await;
+    ground.verify();
 }
 
 #[tokio::test]
 async fn large_set_ups_are_refused_where_small_ones_are() {
-    let place = Place::new();
-    for (kind, image) in both(&place.path()).await {
-        let pool = cached(&place.path().join(kind), image).await;
+    for ground in Ground::both().await {
+        let (kind, pool) = (ground.kind, ground.pool().await);
         for path in [
             "../x",
             "/etc/x",
@@ -1664,32 +1590,23 @@ fn a_digest_does_not_depend_on_the_umask() {
     }
     let place = Place::new();
     let dir = place.path();
-    std::fs::write(
-        dir.join("a.tar"),
-        raw_tar(&[(b"a/b/c", tar::EntryType::Regular, b"x")]),
-    )
-    .unwrap();
-    let image = ImageStore::open(dir.join("store"))
-        .unwrap()
-        .import(&dir.join("a.tar"), None)
-        .unwrap();
-    let done = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_digest_does_not_depend_on_the_umask"])
+    let tar = dir.join("a.tar");
+    std::fs::write(&tar, raw_tar(&[(b"a/b/c", tar::EntryType::Regular, b"x")])).unwrap();
+    let image = place.store().import(&tar, None).unwrap();
+    let done = again("a_digest_does_not_depend_on_the_umask")
         .env("DRILLYARD_TEST_UMASK", dir.as_str())
+        .stdout(Stdio::piped())
         .output()
         .unwrap();
     assert!(done.status.success(), "{}", text(&done.stdout));
-    assert_eq!(
-        std::fs::read_to_string(dir.join("digest")).unwrap(),
-        image.digest
-    );
+    let digest = std::fs::read_to_string(dir.join("digest")).unwrap();
+    assert_eq!(digest, image.digest);
 }
 
 #[tokio::test]
 async fn a_renewed_sandbox_stands_on_the_same_layers() {
-    let place = Place::new();
-    for (kind, image) in both(&place.path()).await {
-        let pool = cached(&place.path().join(kind), image).await;
+    for ground in Ground::both().await {
+        let (kind, pool) = (ground.kind, ground.pool().await);
         let setup = Setup::new([("/tmp/t", &b"t"[..])]).then(["mkdir d; echo a > d/a; echo b > b"]);
         let mut sandbox = pool.lease(&setup).await.unwrap();
         let change = "rm b /tmp/t; rm -r d; mkdir d; echo c > d/c; echo u > /tmp/u";
@@ -1709,13 +1626,16 @@ async fn a_renewed_sandbox_stands_on_the_same_layers() {
 
 #[tokio::test]
 async fn a_renewed_sandbox_keeps_what_its_layers_changed_of_the_root() {
-    let place = Place::new();
-    let store = ImageStore::open(place.path().join("store")).unwrap();
-    let image = host_slice(&store).await.image();
-    let pool = cached(&place.path(), image).await;
+    let ground = Ground::rootfs().await;
+    let pool = ground.pool().await;
     let setup = Setup::default().then(["echo x > /etc/of-the-layer"]);
     let mut sandbox = pool.lease(&setup).await.unwrap();
     sandbox.renew().await.unwrap();
     assert_eq!(output(&mut sandbox, "cat /etc/of-the-layer").await, "x");
     sandbox.close().await;
+}
+
+#[tokio::test]
+async fn also_as_an_ordinary_user() {
+    common::also_as_an_ordinary_user().await;
 }

@@ -4,102 +4,33 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::os::unix::process::CommandExt;
+mod common;
+
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Gauge, Holds, Limits, LimitsReport, Policy, Pool, Readings,
-    Sandbox, SandboxConfig, SandboxError, Setup, Stop, Why,
+    CallOutcome, CallResult, Gauge, Holds, Limits, LimitsReport, Policy, Pool, Readings,
+    SandboxConfig, SandboxError, Stop, Why,
 };
 
-const MIB: u64 = 1 << 20;
-
-fn small() -> SandboxConfig {
-    SandboxConfig {
-        limits: Limits {
-            call_timeout: Duration::from_secs(20),
-            memory_bytes: 256 * MIB,
-            disk_bytes: 16 * MIB,
-            files: 500,
-            pids: 64,
-            output_bytes: MIB,
-            ..Limits::default()
-        },
-        pool_size: 1,
-        ..SandboxConfig::default()
-    }
-}
+use common::{
+    MIB, eventually, fresh, host_processes, proc, processes_with, shell, shell_for, small, text,
+    unique,
+};
 
 async fn pool() -> Pool {
     Pool::start(small()).await.unwrap()
-}
-
-async fn fresh(pool: &Pool) -> Sandbox {
-    pool.lease(&Setup::default()).await.unwrap()
-}
-
-async fn shell(sandbox: &mut Sandbox, command: &str) -> CallResult {
-    sandbox.call(Call::shell(command)).await.unwrap()
-}
-
-async fn shell_for(sandbox: &mut Sandbox, timeout: Duration, command: &str) -> CallResult {
-    let call = Call::Shell {
-        command: command.into(),
-        timeout: Some(timeout),
-    };
-    sandbox.call(call).await.unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
 }
 
 fn holds(pool: &Pool, limit: &str) -> bool {
     pool.limits().row(limit).unwrap().holds == Holds::Yes
 }
 
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
-}
-
 /// A program that holds so many MiB of memory while it runs `then`.
 fn hog(mib: u64, then: &str) -> String {
     format!("perl -e '$x = \"\"; vec($x, ({mib} << 20) - 1, 8) = 1; {then}'")
-}
-
-/// A number that no other process has in its command line.
-fn unique() -> String {
-    let nanos = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .unwrap()
-        .as_nanos();
-    format!(
-        "{}{:05}",
-        80_000 + nanos % 10_000,
-        std::process::id() % 100_000
-    )
-}
-
-/// Host processes with this word in their command line.
-fn host_processes(word: &str) -> Vec<PathBuf> {
-    std::fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .map(|e| e.path())
-        .filter(|p| std::fs::read(p.join("cmdline")).is_ok_and(|c| text(&c).contains(word)))
-        .filter(|p| p.file_name().unwrap().as_encoded_bytes()[0].is_ascii_digit())
-        .collect()
-}
-
-async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(20);
-    while !holds() {
-        assert!(Instant::now() < until, "not within twenty seconds: {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
 }
 
 fn warned(result: &CallResult) -> Vec<&str> {
@@ -254,7 +185,7 @@ async fn a_call_is_accounted_for() {
 #[tokio::test]
 async fn a_stopped_call_says_whether_it_had_to_be_killed() {
     let mut config = small();
-    config.limits.call_timeout = Duration::from_millis(600);
+    config.limits.call_timeout = Duration::from_millis(300);
     let pool = Pool::start(config).await.unwrap();
     let mut sandbox = fresh(&pool).await;
     for (command, stop, outcome) in [
@@ -450,10 +381,9 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
     let mut sandbox = fresh(&pool).await;
     shell(&mut sandbox, "echo kept > file").await;
     let freeze = async {
-        eventually("the tool runs", || !host_processes(&mark).is_empty()).await;
-        for process in host_processes(&mark) {
-            let pid = process.file_name().unwrap().to_str().unwrap().to_owned();
-            std::fs::write(freezer.0.join("cgroup.procs"), pid).unwrap();
+        eventually("the tool runs", || host_processes(&mark) > 0).await;
+        for pid in processes_with(&mark) {
+            std::fs::write(freezer.0.join("cgroup.procs"), pid.to_string()).unwrap();
         }
         freezer.set("FROZEN");
     };
@@ -463,7 +393,7 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
         freeze
     );
     // The control: it does live on.
-    assert_eq!(host_processes(&mark).len(), 1);
+    assert_eq!(host_processes(&mark), 1);
     assert_eq!(
         (result.outcome, result.stopped),
         (CallOutcome::Timeout, Some(Stop::Hard))
@@ -477,7 +407,7 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
     );
     sandbox.close().await;
     drop(freezer);
-    eventually("it ends once it can", || host_processes(&mark).is_empty()).await;
+    eventually("it ends once it can", || host_processes(&mark) == 0).await;
 }
 
 #[tokio::test]
@@ -515,11 +445,14 @@ struct Host {
 
 impl Host {
     fn taken(&self) -> u64 {
-        let pages: u64 = host_processes(&self.mark)
+        let pages: u64 = processes_with(&self.mark)
             .iter()
-            .filter_map(|p| {
-                let statm = std::fs::read_to_string(p.join("statm")).ok()?;
-                statm.split(' ').nth(1)?.parse::<u64>().ok()
+            .filter_map(|pid| {
+                proc(&format!("{pid}/statm"))
+                    .split(' ')
+                    .nth(1)?
+                    .parse::<u64>()
+                    .ok()
             })
             .sum();
         pages * 4096
@@ -702,45 +635,5 @@ async fn oversubscription_has_a_range() {
 
 #[tokio::test]
 async fn also_as_an_ordinary_user() {
-    if !is_root() {
-        assert_eq!(pool().await.limits().mode, "user");
-        return;
-    }
-    // Copies that another user can reach, wherever this was built.
-    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    let place = |from: &Path| {
-        let to = dir.path().join(from.file_name().unwrap());
-        std::fs::copy(from, &to).unwrap();
-        to
-    };
-    let exe = std::env::current_exe().unwrap();
-    let helpers = exe
-        .ancestors()
-        .map(|a| a.join("helpers"))
-        .find(|h| h.join("drillyard-sandbox-init").exists())
-        .or_else(|| std::env::var_os("DRILLYARD_HELPERS").map(Into::into))
-        .unwrap();
-    place(&helpers.join("drillyard-sandbox-init"));
-    let copy = place(&exe);
-    std::fs::set_permissions(
-        dir.path(),
-        std::os::unix::fs::PermissionsExt::from_mode(0o755),
-    )
-    .unwrap();
-    let done = Command::new(copy)
-        .env_clear()
-        .env("DRILLYARD_HELPERS", dir.path())
-        .env("TMPDIR", "/tmp")
-        .args(["--test-threads", "2"])
-        .current_dir("/")
-        .gid(64_322)
-        .uid(64_322)
-        .output()
-        .unwrap();
-    let said = text(&done.stdout);
-    assert!(done.status.success(), "{said}{}", text(&done.stderr));
-    assert!(
-        said.contains("test also_as_an_ordinary_user ... ok") && said.contains(" 0 failed"),
-        "{said}"
-    );
+    common::also_as_an_ordinary_user().await;
 }

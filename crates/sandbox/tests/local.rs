@@ -4,17 +4,20 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
 mod contract;
 
 use std::collections::BTreeSet;
 use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
+use std::process::{Child, Command};
 use std::time::Duration;
 
 use drillyard_sandbox::{CallOutcome, Pool, SandboxConfig, SandboxError, Setup};
+use rustix::process::Signal;
 
-use contract::{
-    eventually, host_processes, is_root, output, shell, shell_for, small, text, unique,
+use common::{
+    again, children, eventually, fresh, groups_of, has_groups, host_processes, kill, output, shell,
+    shell_for, small, text, unique,
 };
 
 #[expect(clippy::unused_async, reason = "what the contract asks for")]
@@ -60,36 +63,13 @@ async fn sixty_four_at_once() {
     assert_eq!(pool.live(), 0);
 }
 
-/// Names of control groups of this user's programs, wherever they are.
-fn groups(owner: &str) -> BTreeSet<String> {
-    fn walk(dir: &std::path::Path, depth: usize, owner: &str, found: &mut BTreeSet<String>) {
-        for entry in std::fs::read_dir(dir).into_iter().flatten().flatten() {
-            if entry.file_type().is_ok_and(|t| t.is_dir()) {
-                if entry
-                    .file_name()
-                    .to_string_lossy()
-                    .starts_with(&format!("drillyard-{owner}"))
-                {
-                    found.insert(entry.path().display().to_string());
-                }
-                if depth < 6 {
-                    walk(&entry.path(), depth + 1, owner, found);
-                }
-            }
-        }
-    }
-    let mut found = BTreeSet::new();
-    walk(std::path::Path::new("/sys/fs/cgroup"), 0, owner, &mut found);
-    found
-}
-
 /// This very test as another process, which keeps sandboxes busy until it is killed.
-async fn victim(test: &str) -> Option<(std::process::Child, String)> {
+async fn victim(test: &str) -> Option<(Child, String)> {
     if let Ok(mark) = std::env::var("DRILLYARD_TEST_VICTIM") {
         let pool = pool().await;
         let mut sandboxes = Vec::new();
         for _ in 0..5 {
-            sandboxes.push(pool.lease(&Setup::default()).await.unwrap());
+            sandboxes.push(fresh(&pool).await);
         }
         let command = format!("setsid sleep {mark} & sleep {mark}");
         for mut sandbox in sandboxes {
@@ -102,10 +82,8 @@ async fn victim(test: &str) -> Option<(std::process::Child, String)> {
         return None;
     }
     let mark = unique();
-    let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--nocapture"])
+    let child = again(test)
         .env("DRILLYARD_TEST_VICTIM", &mark)
-        .stdout(Stdio::null())
         .process_group(0)
         .spawn()
         .unwrap();
@@ -119,17 +97,15 @@ async fn killing_the_program_leaves_nothing() {
         let Some((mut child, mark)) = victim("killing_the_program_leaves_nothing").await else {
             return;
         };
-        let owner = format!("{}-", child.id());
         let mounts = std::fs::read_to_string("/proc/self/mountinfo").unwrap();
-        assert!(
-            !is_root()
-                || !groups(&owner).is_empty()
-                || !std::path::Path::new("/sys/fs/cgroup/memory").exists()
-        );
+        assert!(!has_groups() || !groups_of(child.id()).is_empty());
         child.kill().unwrap();
         child.wait().unwrap();
         eventually("processes are gone", || host_processes(&mark) == 0).await;
-        eventually("control groups are gone", || groups(&owner).is_empty()).await;
+        eventually("control groups are gone", || {
+            groups_of(child.id()).is_empty()
+        })
+        .await;
         assert_eq!(
             std::fs::read_to_string("/proc/self/mountinfo").unwrap(),
             mounts
@@ -144,36 +120,12 @@ async fn killing_the_helper_too_leaves_what_the_next_start_sweeps() {
     else {
         return;
     };
-    let owner = format!("{}-", child.id());
     // Stopped, the program cannot react; the helper's processes die first, then the program.
-    rustix::process::kill_process(
-        rustix::process::Pid::from_child(&child),
-        rustix::process::Signal::STOP,
-    )
-    .unwrap();
-    let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", child.id()))
-        .unwrap_or_default();
-    let mut helpers: Vec<i32> = children
-        .split_whitespace()
-        .filter_map(|p| p.parse().ok())
-        .collect();
-    for entry in std::fs::read_dir(format!("/proc/{}/task", child.id()))
-        .unwrap()
-        .flatten()
-    {
-        let list = std::fs::read_to_string(entry.path().join("children")).unwrap_or_default();
-        helpers.extend(
-            list.split_whitespace()
-                .filter_map(|p| p.parse::<i32>().ok()),
-        );
-    }
+    kill(child.id(), Signal::STOP);
+    let helpers = children(child.id());
     assert!(!helpers.is_empty());
     for helper in helpers {
-        rustix::process::kill_process(
-            rustix::process::Pid::from_raw(helper).unwrap(),
-            rustix::process::Signal::KILL,
-        )
-        .unwrap();
+        kill(helper, Signal::KILL);
     }
     eventually("sandboxes die with the helper", || {
         host_processes(&mark) == 0
@@ -182,7 +134,7 @@ async fn killing_the_helper_too_leaves_what_the_next_start_sweeps() {
     child.kill().unwrap();
     child.wait().unwrap();
     drop(pool().await);
-    assert_eq!(groups(&owner), BTreeSet::new());
+    assert_eq!(groups_of(child.id()), BTreeSet::new());
 }
 
 #[tokio::test]
@@ -255,7 +207,7 @@ async fn without_control_groups_it_says_so_and_still_isolates() {
     let pool = Pool::start(config).await.unwrap();
     let weak: Vec<_> = pool.limits().weak().map(|r| r.limit.as_str()).collect();
     assert_eq!(weak, ["memory", "processors"]);
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let mut sandbox = fresh(&pool).await;
     let result = shell(
         &mut sandbox,
         "perl -e 'for (1..500) { defined(fork) or die \"limit: $!\\n\" }; sleep 1'",
@@ -274,48 +226,5 @@ async fn without_control_groups_it_says_so_and_still_isolates() {
 
 #[tokio::test]
 async fn also_as_an_ordinary_user() {
-    if !is_root() {
-        let pool = pool().await;
-        assert_eq!(pool.limits().mode, "user");
-        return;
-    }
-    assert_eq!(pool().await.limits().mode, "root");
-    // Copies that another user can reach, wherever this was built.
-    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    let place = |from: &std::path::Path| {
-        let to = dir.path().join(from.file_name().unwrap());
-        std::fs::copy(from, &to).unwrap();
-        to
-    };
-    let exe = std::env::current_exe().unwrap();
-    let helpers = exe
-        .ancestors()
-        .map(|a| a.join("helpers"))
-        .find(|h| h.join("drillyard-sandbox-init").exists())
-        .or_else(|| std::env::var_os("DRILLYARD_HELPERS").map(Into::into))
-        .unwrap();
-    place(&helpers.join("drillyard-sandbox-init"));
-    place(&helpers.join("drillyard-sql-tool"));
-    let copy = place(&exe);
-    std::fs::set_permissions(
-        dir.path(),
-        std::os::unix::fs::PermissionsExt::from_mode(0o755),
-    )
-    .unwrap();
-    let done = Command::new(copy)
-        .env_clear()
-        .env("DRILLYARD_HELPERS", dir.path())
-        .env("TMPDIR", "/tmp")
-        .args(["--test-threads", "2"])
-        .current_dir("/")
-        .gid(64_321)
-        .uid(64_321)
-        .output()
-        .unwrap();
-    let said = text(&done.stdout);
-    assert!(done.status.success(), "{said}{}", text(&done.stderr));
-    assert!(
-        said.contains("test also_as_an_ordinary_user ... ok") && said.contains(" 0 failed"),
-        "{said}"
-    );
+    common::also_as_an_ordinary_user().await;
 }

@@ -6,20 +6,21 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-mod engine;
+mod common;
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
-use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use drillyard_sandbox::{
-    AllowList, CacheUse, Call, CallOutcome, CallResult, Holds, Limits, Network, NetworkVerdict,
-    Pool, Sandbox, SandboxConfig, Setup,
+    AllowList, CacheUse, Call, CallOutcome, CallResult, Holds, Network, NetworkVerdict, Pool,
+    SandboxConfig, Setup,
 };
+
+use common::{engine, fresh as lease, shell, small, text};
 
 /// Makes a test of each function for each backend. It takes the backend's configuration, without a network.
 macro_rules! every_backend_must {
@@ -56,20 +57,6 @@ every_backend_must! {
     wrong_networks_are_refused_at_start,
 }
 
-fn small() -> SandboxConfig {
-    SandboxConfig {
-        limits: Limits {
-            call_timeout: Duration::from_secs(20),
-            memory_bytes: 256 << 20,
-            disk_bytes: 16 << 20,
-            pids: 64,
-            ..Limits::default()
-        },
-        pool_size: 1,
-        ..SandboxConfig::default()
-    }
-}
-
 /// The same in containers; nothing where there is no engine.
 async fn contained() -> Option<SandboxConfig> {
     let address = tokio::task::spawn_blocking(engine::engine).await.unwrap()?;
@@ -90,22 +77,6 @@ async fn start(base: &SandboxConfig, network: Network) -> Pool {
 
 fn allow<const N: usize>(entries: [String; N]) -> Network {
     Network::Allow(AllowList::parse(entries).unwrap())
-}
-
-async fn lease(pool: &Pool) -> Sandbox {
-    pool.lease(&Setup::default()).await.unwrap()
-}
-
-async fn shell(sandbox: &mut Sandbox, command: &str) -> CallResult {
-    sandbox.call(Call::shell(command)).await.unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
 }
 
 /// A web server of the host that answers with the path it was asked for, and does as a few of them say.
@@ -977,47 +948,5 @@ async fn wrong_networks_are_refused_at_start(base: SandboxConfig) {
 
 #[tokio::test]
 async fn also_as_an_ordinary_user() {
-    if !is_root() {
-        let pool = start(&small(), Network::None).await;
-        assert_eq!(pool.limits().mode, "user");
-        return;
-    }
-    // Copies that another user can reach, wherever this was built.
-    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    let place = |from: &std::path::Path| {
-        let to = dir.path().join(from.file_name().unwrap());
-        std::fs::copy(from, &to).unwrap();
-        to
-    };
-    let exe = std::env::current_exe().unwrap();
-    let helpers = exe
-        .ancestors()
-        .map(|a| a.join("helpers"))
-        .find(|h| h.join("drillyard-sandbox-init").exists())
-        .or_else(|| std::env::var_os("DRILLYARD_HELPERS").map(Into::into))
-        .unwrap();
-    place(&helpers.join("drillyard-sandbox-init"));
-    let copy = place(&exe);
-    std::fs::set_permissions(
-        dir.path(),
-        std::os::unix::fs::PermissionsExt::from_mode(0o755),
-    )
-    .unwrap();
-    let done = Command::new(copy)
-        .env_clear()
-        .env("PATH", "/usr/bin:/bin")
-        .env("DRILLYARD_HELPERS", dir.path())
-        .env("TMPDIR", "/tmp")
-        .args(["--test-threads", "2"])
-        .current_dir("/")
-        .gid(64_322)
-        .uid(64_322)
-        .output()
-        .unwrap();
-    let said = text(&done.stdout);
-    assert!(done.status.success(), "{said}{}", text(&done.stderr));
-    assert!(
-        said.contains("test also_as_an_ordinary_user ... ok") && said.contains(" 0 failed"),
-        "{said}"
-    );
+    common::also_as_an_ordinary_user().await;
 }

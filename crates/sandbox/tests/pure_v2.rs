@@ -7,6 +7,8 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+mod common;
+
 use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -14,11 +16,10 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Limits, Pool, Sandbox, SandboxConfig, Setup,
-};
+use drillyard_sandbox::{CallOutcome, Limits, Pool, SandboxConfig};
 
-const MIB: u64 = 1 << 20;
+use common::{MIB, fresh, helpers, shell, shell_for, text};
+
 const GROUPS: &str = "/sys/fs/cgroup";
 
 /// What the machine must report, as `vm: MODE CHECK`.
@@ -128,14 +129,8 @@ fn image() -> Result<Image, String> {
         symlink("busybox", tree.join("bin").join(name)).unwrap();
     }
     let own = std::env::current_exe().unwrap();
-    let helpers = own
-        .ancestors()
-        .map(|a| a.join("helpers"))
-        .find(|h| h.join("drillyard-sandbox-init").exists())
-        .or_else(|| std::env::var_os("DRILLYARD_HELPERS").map(Into::into))
-        .ok_or("the helpers are not built (make helpers)")?;
     fs::copy(
-        helpers.join("drillyard-sandbox-init"),
+        helpers().join("drillyard-sandbox-init"),
         tree.join("helpers/drillyard-sandbox-init"),
     )
     .unwrap();
@@ -247,14 +242,6 @@ fn config() -> SandboxConfig {
     }
 }
 
-async fn shell(sandbox: &mut Sandbox, command: &str) -> CallResult {
-    sandbox.call(Call::shell(command)).await.unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
 async fn without_groups() {
     let pool = Pool::start(config()).await.unwrap();
     let weak: Vec<_> = pool.limits().weak().map(|r| r.limit.clone()).collect();
@@ -262,7 +249,7 @@ async fn without_groups() {
         assert!(weak.iter().any(|w| w == limit), "{}", pool.limits());
     }
     held("none", "limits", weak.join(", "));
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let mut sandbox = fresh(&pool).await;
     let result = shell(&mut sandbox, "echo $((6 * 7))").await;
     assert_eq!(text(&result.stdout), "42\n", "{result:?}");
     held("none", "call", "42");
@@ -309,7 +296,7 @@ async fn version_2() {
     assert!(by_group.count() >= 3, "{}", pool.limits());
     held("v2", "limits", "all hold");
 
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let mut sandbox = fresh(&pool).await;
     let fill = |mib: u32| format!("dd if=/dev/zero of=/dev/null bs={mib}M count=1");
     let result = shell(&mut sandbox, &format!("exec {}", fill(200))).await;
     assert_eq!(
@@ -340,11 +327,8 @@ async fn version_2() {
     let result = shell(&mut sandbox, many).await;
     assert_eq!(result.outcome, CallOutcome::Processes, "{result:?}");
     held("v2", "processes", text(&result.stderr).trim());
-    let busy = Call::Shell {
-        command: "sleep 1000 & while :; do :; done".into(),
-        timeout: Some(Duration::from_secs(2)),
-    };
-    let result = sandbox.call(busy.clone()).await.unwrap();
+    let busy = "sleep 1000 & while :; do :; done";
+    let result = shell_for(&mut sandbox, Duration::from_secs(2), busy).await;
     assert_eq!(result.outcome, CallOutcome::Timeout, "{result:?}");
     assert_eq!(shell(&mut sandbox, "echo on").await.stdout, b"on\n");
     held("v2", "timeout", format!("{:?}", result.wall));
@@ -354,8 +338,8 @@ async fn version_2() {
     let mut slow = config();
     slow.limits.cpus = 0.2;
     let pool = Pool::start(slow).await.unwrap();
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
-    let result = sandbox.call(busy).await.unwrap();
+    let mut sandbox = fresh(&pool).await;
+    let result = shell_for(&mut sandbox, Duration::from_secs(2), busy).await;
     let share = result.cpu.unwrap().as_secs_f64() / result.wall.as_secs_f64();
     assert!(share > 0.05 && share < 0.35, "{share}: {result:?}");
     held("v2", "processors", format!("{share:.3} of 0.2"));

@@ -8,12 +8,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use drillyard_sandbox::{Call, CallOutcome, Holds, Pool, SandboxError, Setup};
+use rustix::process::Signal;
 
-use crate::target::{TARGETS, WORKER};
-use crate::yard::{
-    Outcome, Yard, eventually, host_processes, output, python, python_outside, python_result,
-    shell, shell_for, text, unique,
+use crate::common::{
+    children, eventually, exec, fresh, host_processes, kill, output, proc, processes_with, read,
+    shell, text, unique,
 };
+use crate::target::{TARGETS, WORKER};
+use crate::yard::{Outcome, Yard, python, python_outside, python_result, shell_for};
 
 /// Addresses of this host that are not loopback.
 fn host_addresses() -> Vec<String> {
@@ -63,6 +65,9 @@ for a in {addresses:?} + ['::1', 'fe80::1%lo', '10.0.0.1', '169.254.169.254', '8
         let words: Vec<_> = line.split(' ').collect();
         assert_ne!(words[1], "ok", "{said}");
     }
+    for why in ["127.0.0.1 ECONNREFUSED ", "10.0.0.1 ENETUNREACH "] {
+        assert!(said.lines().any(|l| l.starts_with(why)), "{said}");
+    }
     for command in [
         format!("echo hi > /dev/tcp/127.0.0.1/{port}"),
         format!("echo hi > /dev/tcp/10.0.0.1/{port}"),
@@ -70,7 +75,7 @@ for a in {addresses:?} + ['::1', 'fe80::1%lo', '10.0.0.1', '169.254.169.254', '8
         "python3 -c 'import socket; socket.getaddrinfo(\"example.com\", 80)'".into(),
     ] {
         assert_ne!(
-            shell(&mut sandbox, command.clone()).await.outcome,
+            shell(&mut sandbox, &command).await.outcome,
             CallOutcome::Ok,
             "{command}"
         );
@@ -97,46 +102,54 @@ for a in {addresses:?} + ['::1', 'fe80::1%lo', '10.0.0.1', '169.254.169.254', '8
 pub async fn rendezvous(yard: Arc<Yard>) -> Outcome {
     let mut first = yard.sandbox().await;
     let mut other = yard.sandbox().await;
+    // Targets are attacked at the same time: each has names of its own.
     let name = format!("meet-{}", unique());
+    let key = 0x4000_0000 + std::process::id();
     // On the host: an abstract socket, a socket with a path, shared memory.
     let _abstract =
         UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name).unwrap()).unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let _path = UnixListener::bind(&path).unwrap();
-    let made = "key, q = call(29, 0x4243, 4096, 0o1666), call(68, 0x4243, 0o1666)\nprint(name(key), name(q), name(call(64, 0x4243, 1, 0o1666)), tried(lambda: open('/dev/shm/meet', 'w').close()))\n";
-    let made = format!("{made}fd = call(240, b'meet', 0o102, 0o666, 0)\nprint(name(fd))");
+    let made = format!(
+        r"
+print(name(call(29, {key}, 4096, 0o1666)), name(call(68, {key}, 0o1666)), name(call(64, {key}, 1, 0o1666)),
+      tried(lambda: open('/dev/shm/{name}', 'w').close()), name(call(240, b'{name}', 0o102, 0o666, 0)))
+"
+    );
     let meet = format!(
-        "def c(a):\n    with socket.socket(socket.AF_UNIX) as s: s.connect(a)\nprint(tried(lambda: c('\\0{name}')), tried(lambda: c({path:?})), name(call(29, 0x4243, 4096, 0)), name(call(68, 0x4243, 0)), name(call(64, 0x4243, 1, 0)), tried(lambda: os.stat('/dev/shm/meet')), name(call(240, b'meet', 2, 0, 0)))"
+        r"
+def c(a):
+    with socket.socket(socket.AF_UNIX) as s: s.connect(a)
+print(tried(lambda: c('\0{name}')), tried(lambda: c({path:?})), name(call(29, {key}, 4096, 0)), name(call(68, {key}, 0)),
+      name(call(64, {key}, 1, 0)), tried(lambda: os.stat('/dev/shm/{name}')), name(call(240, b'{name}', 2, 0, 0)))
+"
     );
-    let host = python_outside(&format!("{made}\n{meet}"));
-    let clean = python_outside(
-        "print(name(call(31, call(29, 0x4243, 4096, 0), 0, 0)), name(call(71, call(68, 0x4243, 0), 0, 0)), name(call(66, call(64, 0x4243, 1, 0), 0, 0)), tried(lambda: os.unlink('/dev/shm/meet')), name(call(241, b'meet')))",
-    );
+    let host = python_outside(&format!("{made}{meet}"));
+    let clean = python_outside(&format!(
+        "print(name(call(31, call(29, {key}, 4096, 0), 0, 0)), name(call(71, call(68, {key}, 0), 0, 0)), name(call(66, call(64, {key}, 1, 0), 0, 0)), tried(lambda: os.unlink('/dev/shm/{name}')), name(call(241, b'{name}')))",
+    ));
     assert!(host.ends_with("ok ok ok ok ok ok ok"), "{host}");
     assert_eq!(clean, "ok ok ok ok ok");
-    let within = python(
-        &mut first,
-        &format!(
-            "s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}'); s.listen()\n{made}\n{meet}"
-        ),
-    )
-    .await;
+    let serve =
+        format!("s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}'); s.listen()\n{made}");
+    let within = python(&mut first, &format!("{serve}{meet}")).await;
+    let met = within.lines().last().unwrap();
     assert!(
-        within.lines().last().unwrap().starts_with("ok "),
-        "{within}"
-    );
-    assert!(
-        within.lines().last().unwrap().contains(" ok ok ok ok"),
+        met.starts_with("ok ") && met.contains(" ok ok ok ok"),
         "{within}"
     );
     yard.control("on the host, and within one sandbox, they meet");
-    let serve = format!(
-        "s = socket.socket(socket.AF_UNIX); s.bind('\\0{name}'); s.listen()\n{made}\ntime.sleep(1)"
-    );
-    let (_, met) = tokio::join!(python(&mut first, &serve), async {
-        tokio::time::sleep(Duration::from_millis(500)).await;
-        python(&mut other, &meet).await
+    // One that serves and then waits under another name, by which it is seen to be there.
+    let mark = unique();
+    let (one, two) = mark.split_at(5);
+    let wait =
+        format!("{serve}s.set_inheritable(True); os.execlp('sleep', 'sleep', '{one}' + '{two}')");
+    let (_, met) = tokio::join!(python_result(&mut first, &wait), async {
+        eventually("it serves", || host_processes(&mark) > 0).await;
+        let met = python(&mut other, &meet).await;
+        kill(processes_with(&mark)[0], Signal::KILL);
+        met
     });
     assert_eq!(met.split(' ').filter(|w| *w == "ok").count(), 0, "{met}");
     first.close().await;
@@ -154,12 +167,7 @@ pub fn suffer() -> ExitCode {
     let target = TARGETS.iter().find(|t| t.name == name).unwrap();
     let tried = runtime.block_on(async {
         let pool = Pool::start(crate::yard::config(target)).await?;
-        let files = pool
-            .limits()
-            .rows
-            .iter()
-            .find(|r| r.limit == "host files")
-            .map(|r| r.how.clone());
+        let files = pool.limits().row("host files").map(|r| r.how.clone());
         let mut sandbox = pool.lease(&Setup::default()).await?;
         let result = sandbox.call(Call::shell("echo RAN")).await?;
         Ok::<_, SandboxError>(format!(
@@ -270,21 +278,10 @@ os.execv({exe:?}, ['attacks'])
         ));
     }
     // The helper, or the engine's side of one sandbox, is killed half-way.
-    let helpers = || -> Vec<i32> {
-        let all = std::fs::read_dir("/proc").unwrap().flatten();
-        all.filter_map(|e| e.file_name().to_str()?.parse().ok())
-            .filter(|pid| {
-                let of = |file: &str| {
-                    std::fs::read(format!("/proc/{pid}/{file}"))
-                        .map(|b| text(&b))
-                        .unwrap_or_default()
-                };
-                let parent = of("status")
-                    .lines()
-                    .find_map(|l| l.strip_prefix("PPid:")?.trim().parse::<u32>().ok());
-                parent == Some(std::process::id()) && of("cmdline").contains("sandbox-init")
-            })
-            .collect()
+    let helpers = || -> Vec<u32> {
+        let mut all = children(std::process::id());
+        all.retain(|pid| proc(&format!("{pid}/cmdline")).contains("sandbox-init"));
+        all
     };
     let before = helpers();
     let pool = yard.pool_with(|_| {}).await;
@@ -293,14 +290,13 @@ os.execv({exe:?}, ['attacks'])
             .into_iter()
             .find(|pid| !before.contains(pid))
             .unwrap();
-        let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+        let mut sandbox = fresh(&pool).await;
         let mark = unique();
         let killer = tokio::spawn({
             let mark = mark.clone();
             async move {
                 eventually("the tool runs", || host_processes(&mark) > 0).await;
-                let helper = rustix::process::Pid::from_raw(helper).unwrap();
-                rustix::process::kill_process(helper, rustix::process::Signal::KILL).unwrap();
+                kill(helper, Signal::KILL);
             }
         });
         let error = sandbox
@@ -327,10 +323,10 @@ pub fn be_a_victim(mark: &str) -> ExitCode {
         let pool = Pool::start(crate::yard::config(target)).await.unwrap();
         let mut busy = Vec::new();
         for _ in 0..3 {
-            let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+            let mut sandbox = fresh(&pool).await;
             let command = format!("setsid sleep {mark} & sleep {mark}");
             busy.push(tokio::spawn(async move {
-                shell_for(&mut sandbox, 10_000, command).await
+                shell_for(&mut sandbox, 10_000, &command).await
             }));
         }
         for task in busy {
@@ -443,11 +439,11 @@ pub async fn leftovers(yard: Arc<Yard>) -> Outcome {
         "{found}"
     );
     yard.control("in the sandbox that holds the answer it is found");
-    let mut beside = pool.lease(&Setup::default()).await.unwrap();
+    let mut beside = fresh(pool).await;
     assert!(!output(&mut beside, &look).await.contains('/'));
     first.close().await;
     for _ in 0..5 {
-        let mut next = pool.lease(&Setup::default()).await.unwrap();
+        let mut next = fresh(pool).await;
         let found = output(&mut next, &look).await;
         assert!(!found.contains('/'), "{found}");
         // Fresh memory and fresh files hold nothing of others.
@@ -516,17 +512,8 @@ os._exit(5)
         let result = sandbox.call(Call::shell(command)).await.unwrap();
         assert_ne!(result.outcome, CallOutcome::Ok);
     }
-    let empty = Call::Exec {
-        argv: Vec::new(),
-        stdin: Vec::new(),
-        timeout: None,
-    };
-    assert_ne!(sandbox.call(empty).await.unwrap().outcome, CallOutcome::Ok);
-    let nul = Call::ReadFile {
-        path: "a\0b".into(),
-        max_bytes: 1,
-    };
-    assert_ne!(sandbox.call(nul).await.unwrap().outcome, CallOutcome::Ok);
+    assert_ne!(exec(&mut sandbox, &[], b"").await.outcome, CallOutcome::Ok);
+    assert!(read(&mut sandbox, "a\0b").await.is_err());
     assert_eq!(output(&mut sandbox, "echo fine").await, "fine");
     sandbox.close().await;
     Outcome::Holds

@@ -4,54 +4,16 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use drillyard_sandbox::Change::{Created, Deleted, Modified};
-use drillyard_sandbox::{Call, CallOutcome, Kind, Sandbox, SandboxError, Setup};
+use drillyard_sandbox::{Call, CallOutcome, Kind, SandboxError, Setup};
 
-use crate::yard::{
-    Canary, MIB, Outcome, Yard, exec, output, python, python_result, shell, shell_for, text,
-    thorough,
-};
-
-async fn read(sandbox: &mut Sandbox, path: &str) -> Result<String, String> {
-    let call = Call::ReadFile {
-        path: path.into(),
-        max_bytes: 1000,
-    };
-    let result = sandbox.call(call).await.unwrap();
-    match result.outcome {
-        CallOutcome::Ok => Ok(text(&result.stdout)),
-        _ => Err(text(&result.stderr)),
-    }
-}
-
-async fn write(sandbox: &mut Sandbox, path: &str, content: &str) -> Result<(), String> {
-    let call = Call::WriteFile {
-        path: path.into(),
-        content: content.into(),
-    };
-    let result = sandbox.call(call).await.unwrap();
-    match result.outcome {
-        CallOutcome::Ok => Ok(()),
-        _ => Err(text(&result.stderr)),
-    }
-}
-
-async fn list(sandbox: &mut Sandbox, path: &str) -> Result<String, String> {
-    let call = Call::ListDir { path: path.into() };
-    let result = sandbox.call(call).await.unwrap();
-    match result.outcome {
-        CallOutcome::Ok => Ok(text(&result.stdout)),
-        _ => Err(text(&result.stderr)),
-    }
-}
+use crate::common::{MIB, changes, exec, fresh, list, output, read, shell, text, write};
+use crate::yard::{Canary, Outcome, Yard, python, python_result, shell_for, thorough};
 
 pub async fn input(yard: Arc<Yard>) -> Outcome {
     let mut sandbox = yard.sandbox().await;
-    let cat = Call::Exec {
-        argv: vec!["cat".into()],
-        stdin: vec![7; 300_000],
-        timeout: None,
-    };
-    assert_eq!(sandbox.call(cat).await.unwrap().stdout, vec![7; 300_000]);
+    let given = vec![7; 300_000];
+    let read = exec(&mut sandbox, &["cat"], &given).await;
+    assert_eq!(read.stdout, given);
     yard.control("input that is given is read");
     let started = Instant::now();
     assert_eq!(output(&mut sandbox, "cat; read x || echo eof").await, "eof");
@@ -95,6 +57,7 @@ pub async fn links(yard: Arc<Yard>) -> Outcome {
     for (path, why) in [
         ("environ", "Permission denied"),
         ("magic", "Permission denied"),
+        ("shadow", "No such file"),
         ("loop1", "Too many levels"),
         ("n1", "Too many levels"),
         ("dangling", "No such file"),
@@ -111,34 +74,23 @@ pub async fn links(yard: Arc<Yard>) -> Outcome {
             "{error}"
         );
     }
-    if yard.is_local() {
-        assert!(
-            read(&mut sandbox, "shadow")
-                .await
-                .unwrap_err()
-                .contains("No such file")
-        );
-        // Links lead to the sandbox's own /etc.
-        assert!(
-            read(&mut sandbox, "up")
-                .await
-                .unwrap()
-                .contains("agent:x:1000")
-        );
-    }
-    for path in [
-        "passwd",
-        "up",
-        "slash/etc/passwd",
-        "/etc/x",
-        "slash/usr/bin/x",
-        "/proc/1/mem",
-        "a/b/c.txt/d",
-        "dir",
-        "magic",
-        "canary",
+    // Links lead to the sandbox's own /etc.
+    let own = read(&mut sandbox, "up").await.unwrap();
+    assert!(own.contains("agent:x:1000"), "{own}");
+    for (path, why) in [
+        ("passwd", "Read-only"),
+        ("up", "Read-only"),
+        ("slash/etc/passwd", "Read-only"),
+        ("/etc/x", "Read-only"),
+        ("slash/usr/bin/x", "Read-only"),
+        ("/proc/1/mem", "Permission denied"),
+        ("a/b/c.txt/d", "Not a directory"),
+        ("dir", "Is a directory"),
+        ("magic", "Permission denied"),
+        ("canary", "No such file"),
     ] {
-        assert!(write(&mut sandbox, path, "evil").await.is_err(), "{path}");
+        let error = write(&mut sandbox, path, "evil").await.unwrap_err();
+        assert!(error.contains(why), "{path}: {error}");
     }
     assert_eq!(std::fs::read("/etc/passwd").unwrap(), passwd);
     assert_eq!(
@@ -162,22 +114,6 @@ pub async fn links(yard: Arc<Yard>) -> Outcome {
         }
     }
     sandbox.close().await;
-    // Set-up files go where they are said to go, or nowhere.
-    for path in [
-        "../x",
-        "/etc/passwd",
-        "a/../../x",
-        "",
-        "/work",
-        "/tmp/../etc/x",
-    ] {
-        let setup = Setup::new([(path, &b"x"[..])]);
-        let error = yard.pool().lease(&setup).await.unwrap_err();
-        assert!(
-            matches!(error, SandboxError::Refused { .. }),
-            "{path}: {error}"
-        );
-    }
     Outcome::Holds
 }
 
@@ -407,13 +343,8 @@ pub async fn forged(yard: Arc<Yard>) -> Outcome {
         "rm -r dir; mkdir dir; echo new > dir/three; chmod 600 mode; touch touch; cp -p back b; rm back; mv b back; rm gone",
     )
     .await;
-    let got: Vec<_> = result
-        .files_changed
-        .iter()
-        .map(|c| (c.path.as_str(), c.change))
-        .collect();
     assert_eq!(
-        got,
+        changes(&result),
         [
             ("dir/one", Deleted),
             ("dir/three", Created),
@@ -492,9 +423,14 @@ pub async fn odd(yard: Arc<Yard>) -> Outcome {
     // Where it cannot be told in whole it is said, never left out in silence.
     let result = shell(&mut sandbox, "touch $'\\xff\\xfe'").await;
     assert!(result.state_lost && result.outcome == CallOutcome::Ok);
+    let result = shell(&mut sandbox, "mkdir -p $(printf 'd/%.0s' {1..200})").await;
+    assert!(result.state_lost && result.outcome == CallOutcome::Ok);
+    sandbox.reset().await.unwrap();
+    assert_eq!(output(&mut sandbox, "ls -A").await, "");
+    sandbox.close().await;
     let deep = "os.system('rm -rf *')\nfor i in range(1000):\n    os.mkdir('d'); os.chdir('d')\nopen('bottom', 'w').write('x')";
     let pool = yard.pool_with(|c| c.limits.files = 5000).await;
-    let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+    let mut sandbox = fresh(&pool).await;
     let result = python_result(&mut sandbox, deep).await;
     assert_eq!(result.outcome, CallOutcome::Ok, "{}", text(&result.stderr));
     assert!(result.state_lost);
@@ -518,7 +454,7 @@ pub async fn odd(yard: Arc<Yard>) -> Outcome {
     )
     .await;
     assert_eq!(
-        exec(&mut sandbox, &["/bin/echo", "fine"]).await.stdout,
+        exec(&mut sandbox, &["/bin/echo", "fine"], b"").await.stdout,
         b"fine\n"
     );
     sandbox.reset().await.unwrap();
@@ -560,7 +496,7 @@ pub async fn burden(yard: Arc<Yard>) -> Outcome {
             "for i in range(2000):\n    f = os.open('h%d' % i, os.O_CREAT | os.O_WRONLY); os.ftruncate(f, 200 << 20); os.close(f)",
         ),
     ] {
-        let mut sandbox = pool.lease(&Setup::default()).await.unwrap();
+        let mut sandbox = fresh(&pool).await;
         let started = Instant::now();
         let result = python_result(&mut sandbox, code).await;
         assert_eq!(

@@ -2,8 +2,6 @@
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::CommandExt;
-use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,6 +10,8 @@ use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
 use crate::ATTACKS;
+use crate::common::engine::engine;
+use crate::common::{as_an_ordinary_user, is_root, open_dir_for_all};
 use crate::probe::{Latency, Probe};
 use crate::yard::{Attack, Outcome, Yard, thorough};
 
@@ -55,8 +55,6 @@ pub const WORKER: &str = "DRILLYARD_ATTACK_WORKER";
 pub const SECRET: (&str, &str) = ("DRILLYARD_ATTACK_SECRET", "secret-of-the-attacks-host");
 /// Names a directory with a set-uid root program, where root has planted one.
 pub const PLANTED: &str = "DRILLYARD_ATTACK_PLANTED";
-/// Somebody who is nobody on this host.
-pub const ORDINARY_ID: u32 = 64_321;
 /// No attack takes longer, and no long variant ten times as long.
 const PATIENCE: Duration = Duration::from_mins(1);
 
@@ -79,42 +77,25 @@ pub struct Worker {
 
 impl Worker {
     pub fn start(target: &Target) -> Result<Self, String> {
-        let root = rustix::process::geteuid().is_root();
+        let root = is_root();
         if target.name == "local_root" && !root {
             return Err("this is no root".into());
         }
-        let exe = std::env::current_exe().unwrap();
         let mut place = None;
         let mut command = if target.ordinary && root {
-            // Copies that another user can reach, wherever this was built.
-            let dir = open_dir_for_all(Path::new("/var/tmp"));
-            let copy = |from: &Path| {
-                let to = dir.path().join(from.file_name().unwrap());
-                std::fs::copy(from, &to).unwrap();
-                to
-            };
-            for entry in std::fs::read_dir(helpers(&exe)).unwrap().flatten() {
-                copy(&entry.path());
-            }
-            let mut command = Command::new(copy(&exe));
-            command
-                .env_clear()
-                .env("PATH", "/usr/local/bin:/usr/bin:/bin")
-                .env("DRILLYARD_HELPERS", dir.path())
-                .env("TMPDIR", "/tmp")
-                .current_dir("/")
-                .uid(ORDINARY_ID)
-                .gid(ORDINARY_ID);
+            let (mut command, dir) = as_an_ordinary_user();
             for name in ["DRILLYARD_ATTACK_HEAVY", "DRILLYARD_ATTACK_TIMES"] {
-                if let Some(value) = std::env::var_os(name) {
-                    command.env(name, value);
-                }
+                command.envs(std::env::var_os(name).map(|value| (name, value)));
             }
             place = Some(dir);
             command
         } else {
-            Command::new(&exe)
+            Command::new(std::env::current_exe().unwrap())
         };
+        if target.backend == "docker" {
+            // None of DOCKER_HOST and none of one's own: there may be one behind a usual socket.
+            command.envs(engine().map(|address| ("DOCKER_HOST", address)));
+        }
         let planted = root.then(plant);
         if let Some(dir) = &planted {
             command.env(PLANTED, dir.path());
@@ -178,26 +159,9 @@ impl Worker {
     }
 }
 
-/// Where the helper programs lie.
-pub fn helpers(exe: &Path) -> PathBuf {
-    if let Some(dir) = std::env::var_os("DRILLYARD_HELPERS") {
-        return dir.into();
-    }
-    exe.ancestors()
-        .map(|dir| dir.join("helpers"))
-        .find(|dir| dir.join("drillyard-sandbox-init").exists())
-        .expect("make helpers")
-}
-
-fn open_dir_for_all(parent: &Path) -> TempDir {
-    let dir = tempfile::tempdir_in(parent).unwrap();
-    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
-    dir
-}
-
 /// A program in reach of sandboxes that the host would run as root: one that only says who runs it.
 fn plant() -> TempDir {
-    let dir = open_dir_for_all(Path::new("/opt"));
+    let dir = open_dir_for_all("/opt");
     let to = dir.path().join("id");
     std::fs::copy("/usr/bin/id", &to).unwrap();
     std::fs::set_permissions(&to, PermissionsExt::from_mode(0o6755)).unwrap();

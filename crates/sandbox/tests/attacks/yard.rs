@@ -5,18 +5,16 @@ use std::path::PathBuf;
 use std::pin::Pin;
 use std::process::Command;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use drillyard_sandbox::{
-    Call, CallOutcome, CallResult, Holds, LimitRow, Limits, Pool, Sandbox, SandboxConfig,
-    SandboxError, Setup,
+    CallOutcome, CallResult, Holds, LimitRow, Pool, Sandbox, SandboxConfig, SandboxError, Setup,
 };
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 
+use crate::common::{self, exec, fresh, said_well, small, text, unique};
 use crate::target::Target;
-
-pub const MIB: u64 = 1 << 20;
 
 /// How an attack on a target came out.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -80,7 +78,7 @@ impl Yard {
         }
         // Most attacks are written in it.
         let mut sandbox = pool.lease(&Setup::default()).await?;
-        let python = exec(&mut sandbox, &["python3", "-c", "import ctypes"]).await;
+        let python = exec(&mut sandbox, &["python3", "-c", "import ctypes"], b"").await;
         sandbox.close().await;
         if python.outcome != CallOutcome::Ok {
             return Err(SandboxError::Refused {
@@ -109,7 +107,7 @@ impl Yard {
     }
 
     pub async fn sandbox(&self) -> Sandbox {
-        self.pool.lease(&Setup::default()).await.unwrap()
+        fresh(&self.pool).await
     }
 
     /// Whether sandboxes are made of this host's namespaces.
@@ -123,10 +121,7 @@ impl Yard {
     }
 
     pub fn row(&self, limit: &str) -> &LimitRow {
-        let rows = &self.pool.limits().rows;
-        rows.iter()
-            .find(|r| r.limit == limit)
-            .unwrap_or_else(|| panic!("the report has no row '{limit}'"))
+        self.pool.limits().row(limit).unwrap()
     }
 
     pub fn enforced(&self, limit: &str) -> bool {
@@ -159,17 +154,7 @@ impl Yard {
 pub fn config(target: &Target) -> SandboxConfig {
     SandboxConfig {
         backend: target.backend.into(),
-        limits: Limits {
-            call_timeout: Duration::from_secs(10),
-            memory_bytes: 256 * MIB,
-            disk_bytes: 16 * MIB,
-            files: 500,
-            pids: 64,
-            output_bytes: MIB,
-            ..Limits::default()
-        },
-        pool_size: 1,
-        ..SandboxConfig::default()
+        ..small()
     }
 }
 
@@ -178,50 +163,8 @@ pub fn thorough() -> bool {
     std::env::var_os("DRILLYARD_ATTACK_HEAVY").is_some()
 }
 
-pub fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
-}
-
-pub fn text(bytes: &[u8]) -> String {
-    String::from_utf8_lossy(bytes).into_owned()
-}
-
-pub async fn shell(sandbox: &mut Sandbox, command: impl Into<String>) -> CallResult {
-    sandbox.call(Call::shell(command)).await.unwrap()
-}
-
-pub async fn shell_for(sandbox: &mut Sandbox, ms: u64, command: impl Into<String>) -> CallResult {
-    let call = Call::Shell {
-        command: command.into(),
-        timeout: Some(Duration::from_millis(ms)),
-    };
-    sandbox.call(call).await.unwrap()
-}
-
-/// Standard output of a command that must succeed.
-pub async fn output(sandbox: &mut Sandbox, command: &str) -> String {
-    said_well(&shell(sandbox, command).await, command)
-}
-
-fn said_well(result: &CallResult, what: &str) -> String {
-    assert_eq!(
-        result.outcome,
-        CallOutcome::Ok,
-        "{what}: {}{}",
-        text(&result.stdout),
-        text(&result.stderr)
-    );
-    text(&result.stdout).trim_end().to_owned()
-}
-
-/// Runs a program by its name.
-pub async fn exec(sandbox: &mut Sandbox, argv: &[&str]) -> CallResult {
-    let call = Call::Exec {
-        argv: argv.iter().map(|a| (*a).to_owned()).collect(),
-        stdin: Vec::new(),
-        timeout: None,
-    };
-    sandbox.call(call).await.unwrap()
+pub async fn shell_for(sandbox: &mut Sandbox, ms: u64, command: &str) -> CallResult {
+    common::shell_for(sandbox, Duration::from_millis(ms), command).await
 }
 
 /// `call(number, ...)` makes a system call and gives its result or the error's negative number; `name(result)` is the
@@ -251,7 +194,7 @@ fn program(code: &str) -> String {
 
 /// Runs Python inside, however it ends.
 pub async fn python_result(sandbox: &mut Sandbox, code: &str) -> CallResult {
-    exec(sandbox, &["python3", "-I", "-S", "-c", &program(code)]).await
+    exec(sandbox, &["python3", "-I", "-S", "-c", &program(code)], b"").await
 }
 
 /// Standard output of Python inside that must succeed.
@@ -267,42 +210,6 @@ pub fn python_outside(code: &str) -> String {
         .unwrap();
     assert!(done.status.success(), "{code}: {}", text(&done.stderr));
     text(&done.stdout).trim_end().to_owned()
-}
-
-/// Host processes with this word in their command line.
-pub fn host_processes(word: &str) -> usize {
-    std::fs::read_dir("/proc")
-        .unwrap()
-        .flatten()
-        .filter(|e| {
-            e.file_name()
-                .to_string_lossy()
-                .bytes()
-                .all(|b| b.is_ascii_digit())
-        })
-        .filter(|e| std::fs::read(e.path().join("cmdline")).is_ok_and(|c| text(&c).contains(word)))
-        .count()
-}
-
-pub async fn eventually(what: &str, mut holds: impl FnMut() -> bool) {
-    let until = Instant::now() + Duration::from_secs(10);
-    while !holds() {
-        assert!(Instant::now() < until, "not within ten seconds: {what}");
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
-
-/// A number that no other process has in its command line.
-pub fn unique() -> String {
-    let nanos = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .unwrap()
-        .as_nanos();
-    format!(
-        "{}{:05}",
-        90_000 + nanos % 10_000,
-        std::process::id() % 100_000
-    )
 }
 
 /// A file of the host with words that must never come out of a sandbox.
@@ -322,14 +229,4 @@ impl Canary {
     pub fn path(&self) -> PathBuf {
         self.dir.path().join(&self.words)
     }
-}
-
-/// Resident memory of this process in bytes.
-pub fn own_memory() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
-    let line = status
-        .lines()
-        .find_map(|l| l.strip_prefix("VmRSS:"))
-        .unwrap();
-    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() << 10
 }

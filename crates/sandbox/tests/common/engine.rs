@@ -1,6 +1,4 @@
-//! A container engine to test with: that of DOCKER_HOST, else one started here when this is root and `dockerd` is installed.
-
-#![allow(dead_code, reason = "each test binary uses its part")]
+//! A container engine for tests: that of DOCKER_HOST, else one started here when this is root and `dockerd` is installed.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -9,6 +7,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
+
+use super::is_root;
 
 /// An engine of one's own. It ends, with what it started, when this does, however this ends.
 pub struct OwnEngine {
@@ -45,7 +45,7 @@ impl OwnEngine {
         ]
         .into_iter()
         .find(|p| Path::new(p).exists())?;
-        if !rustix::process::geteuid().is_root() {
+        if !is_root() {
             return None;
         }
         let number = NUMBER.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -76,7 +76,7 @@ impl OwnEngine {
         while !engine.answers() {
             let log = std::fs::read_to_string(engine.dir.join("log")).unwrap_or_default();
             assert!(Instant::now() < until, "the engine does not start:\n{log}");
-            std::thread::sleep(Duration::from_millis(100));
+            std::thread::sleep(Duration::from_millis(20));
         }
         Some(engine)
     }
@@ -119,7 +119,7 @@ pub fn skipped(why: &str) {
     );
 }
 
-/// The engine's address; nothing where there is none.
+/// The engine's address.
 pub fn engine() -> Option<&'static str> {
     static ENGINE: OnceLock<Option<(String, Option<OwnEngine>)>> = OnceLock::new();
     let engine = ENGINE.get_or_init(|| match std::env::var("DOCKER_HOST") {
