@@ -1,5 +1,7 @@
 //! Running one tool: start it, read what it prints, end its whole tree, say what it used and what it changed.
 
+#![warn(clippy::arithmetic_side_effects)]
+
 use std::cell::RefCell;
 use std::ffi::CString;
 use std::io;
@@ -175,7 +177,7 @@ impl Stream {
             match sys::read(pipe.as_raw_fd(), buffer) {
                 Ok(0) => self.pipe = None,
                 Ok(n) => {
-                    self.total += n as u64;
+                    self.total = self.total.saturating_add(n as u64);
                     let room = (limit as usize).saturating_sub(self.kept.len());
                     self.kept.extend_from_slice(&buffer[..n.min(room)]);
                     if self.total > limit {
@@ -204,12 +206,17 @@ struct Used {
 
 impl Used {
     fn add(&mut self, ended: &sys::Reaped, first: i32) {
-        let us = |t: libc::timeval| (t.tv_sec * 1_000_000 + t.tv_usec) as u64;
-        self.user_us += us(ended.usage.ru_utime);
-        self.system_us += us(ended.usage.ru_stime);
-        self.peak_bytes = self.peak_bytes.max(ended.usage.ru_maxrss as u64 * 1024);
-        self.read_bytes += ended.usage.ru_inblock as u64 * 512;
-        self.written_bytes += ended.usage.ru_oublock as u64 * 512;
+        let us = |t: libc::timeval| {
+            let seconds = (t.tv_sec as u64).saturating_mul(1_000_000);
+            seconds.saturating_add(t.tv_usec as u64)
+        };
+        let times = |n: libc::c_long, of: u64| (n as u64).saturating_mul(of);
+        let add = |sum: &mut u64, more| *sum = sum.saturating_add(more);
+        add(&mut self.user_us, us(ended.usage.ru_utime));
+        add(&mut self.system_us, us(ended.usage.ru_stime));
+        self.peak_bytes = self.peak_bytes.max(times(ended.usage.ru_maxrss, 1024));
+        add(&mut self.read_bytes, times(ended.usage.ru_inblock, 512));
+        add(&mut self.written_bytes, times(ended.usage.ru_oublock, 512));
         if ended.pid == first {
             self.status = Some(ended.status);
         }
@@ -372,7 +379,7 @@ fn call(
     let disk_full = disk
         .as_ref()
         .is_some_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);
-    let piped = stdout.total + stderr.total;
+    let piped = stdout.total.saturating_add(stderr.total);
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
     let (changes, state_lost) = index.changes(out);
@@ -604,7 +611,10 @@ fn child(
         }
         sys::setrlimit(libc::RLIMIT_NOFILE, start.limits.open_files)?;
         // Above the disk's size, so that a full disk says so; only files that are large by their holes meet it.
-        sys::setrlimit(libc::RLIMIT_FSIZE, 2 * start.limits.disk_bytes)?;
+        sys::setrlimit(
+            libc::RLIMIT_FSIZE,
+            start.limits.disk_bytes.saturating_mul(2),
+        )?;
         if inside.meter.peak.is_none() {
             sys::setrlimit(libc::RLIMIT_DATA, start.limits.memory_bytes)?;
         }
@@ -639,9 +649,9 @@ fn file_tool(tool: &Tool<'_>) -> i32 {
 fn limit_processes(inside: &Inside<'_>) -> u64 {
     let pids = inside.start.limits.pids;
     if inside.meter.pids.is_some() {
-        2 * pids
+        pids.saturating_mul(2)
     } else {
-        pids + u64::from(inside.own_id == TOOL_ID)
+        pids.saturating_add(u64::from(inside.own_id == TOOL_ID))
     }
 }
 

@@ -3,6 +3,8 @@
 //! Everything goes through directory descriptors opened before the helper leaves the host's file tree. Hybrid hosts
 //! (controllers in version 1, an empty version 2) count as version 1.
 
+#![warn(clippy::arithmetic_side_effects)]
+
 use std::ffi::{CStr, CString};
 use std::fs;
 use std::io;
@@ -180,7 +182,7 @@ fn device_bytes(text: &str) -> (u64, u64) {
     let sum = |key: &str| {
         text.split_whitespace()
             .filter_map(|word| word.strip_prefix(key)?.parse::<u64>().ok())
-            .sum()
+            .fold(0, u64::saturating_add)
     };
     (sum("rbytes="), sum("wbytes="))
 }
@@ -238,7 +240,7 @@ impl Driver {
             let Some(base) = v1_base(controller, &own, &mounts) else {
                 continue;
             };
-            swept += sweep(&base);
+            swept = sweep(&base).saturating_add(swept);
             match make(&base, owner) {
                 Ok(dir) => dirs.push((controller, dir)),
                 Err(e) => reason = format!("{base}: {e}"),
@@ -255,7 +257,7 @@ impl Driver {
         if let (Some(path), Some(mount)) = (path, mount) {
             let mut at = beneath(mount, path);
             loop {
-                swept += sweep(&at);
+                swept = sweep(&at).saturating_add(swept);
                 match v2(&at, owner) {
                     Ok((dir, controllers)) => return (Self::V2(dir, controllers), swept),
                     Err(e) => reason = format!("{at}: {e}"),
@@ -300,8 +302,8 @@ impl Driver {
         let name = sys::c(format!("sb-{id}"))?;
         let memory = limits.memory_bytes.to_string();
         // PID 1 is one process more than the tools may have.
-        let pids = (limits.pids + 1).to_string();
-        let quota = limits.milli_cpus * 100;
+        let pids = limits.pids.saturating_add(1).to_string();
+        let quota = limits.milli_cpus.saturating_mul(100);
         let mut meter = Meter::default();
         let mut entrance = Entrance::default();
         let open = |dir: BorrowedFd<'_>, file: &str, write: bool| -> io::Result<OwnedFd> {

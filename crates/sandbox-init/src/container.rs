@@ -206,7 +206,7 @@ fn measure(settled: &mut Settled, memory_bytes: u64) -> Meter {
         settled.pids = number("pids/pids.max");
         settled.milli_cpus = number("cpu/cpu.cfs_quota_us")
             .zip(number("cpu/cpu.cfs_period_us"))
-            .and_then(|(quota, period)| (quota * 1000).checked_div(period));
+            .and_then(|(quota, period)| quota.saturating_mul(1000).checked_div(period));
         return Meter {
             peak: open("memory/memory.max_usage_in_bytes"),
             oom: open("memory/memory.oom_control"),
@@ -226,7 +226,7 @@ fn measure(settled: &mut Settled, memory_bytes: u64) -> Meter {
             .zip(std::fs::read_to_string(format!("{ROOT}/cpu.max")).ok())
             .and_then(|(quota, line)| {
                 let period: u64 = line.split_whitespace().nth(1)?.parse().ok()?;
-                (quota * 1000).checked_div(period)
+                quota.saturating_mul(1000).checked_div(period)
             });
         return Meter {
             peak: open("memory.peak"),

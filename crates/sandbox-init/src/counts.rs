@@ -1,6 +1,8 @@
 //! Counters the kernel keeps without control groups: what PID 1 and all it reaped read and wrote, and how many processes
 //! its namespace ever had.
 
+#![warn(clippy::arithmetic_side_effects)]
+
 use std::os::fd::{AsRawFd, OwnedFd};
 
 use crate::sys;
@@ -65,9 +67,12 @@ impl Counts {
     pub fn started(&self, before: Counted, after: Counted) -> Option<u64> {
         let (before, after) = (before.newest?, after.newest?);
         Some(if after >= before {
-            after - before
+            after.saturating_sub(before)
         } else {
-            (self.pid_max.saturating_sub(before) + after).saturating_sub(FIRST_AFTER_WRAP)
+            self.pid_max
+                .saturating_sub(before)
+                .saturating_add(after)
+                .saturating_sub(FIRST_AFTER_WRAP)
         })
     }
 }

@@ -1,6 +1,8 @@
 //! The file tools. They run as processes like any other tool, with a tool's privileges and clock, so that a planted
 //! link, pipe or device gives what a shell command would get, and nothing more.
 
+#![warn(clippy::arithmetic_side_effects)]
+
 use std::ffi::CStr;
 use std::fmt::Display;
 use std::io;
@@ -22,12 +24,12 @@ pub fn read_file(path: &str, max: u64, side: RawFd) -> i32 {
             libc::S_IFDIR => return Err(io::Error::from_raw_os_error(libc::EISDIR)),
             _ => return Err(io::Error::other("not a regular file")),
         }
-        let mut left = max;
-        let mut sent = 0;
+        let mut sent = 0_u64;
         // Files of /proc claim to be empty.
         let buffer = (stat.st_size as u64).clamp(4 << 10, 64 << 10) as usize;
         let mut buffer = vec![0; buffer];
-        while left > 0 {
+        while sent < max {
+            let left = max.saturating_sub(sent);
             let want = buffer
                 .len()
                 .min(usize::try_from(left).unwrap_or(usize::MAX));
@@ -36,8 +38,7 @@ pub fn read_file(path: &str, max: u64, side: RawFd) -> i32 {
                 break;
             }
             sys::write_all(OUT, &buffer[..n])?;
-            left -= n as u64;
-            sent += n as u64;
+            sent = sent.saturating_add(n as u64);
         }
         // Files of /proc claim to be empty.
         let size = sent.max(stat.st_size as u64);

@@ -164,7 +164,7 @@ impl Yard {
                 }
             }
             Order::Relax { id } => {
-                let bytes = 2 * self.start.limits.memory_bytes;
+                let bytes = self.start.limits.memory_bytes.saturating_mul(2);
                 if let Some(sandbox) = self.live.values().find(|s| s.id == id)
                     && let Some(group) = &sandbox.group
                 {
@@ -288,9 +288,9 @@ fn resident_bytes() -> Option<u64> {
         let statm = std::fs::read_to_string(entry.path().join("statm")).unwrap_or_default();
         let mut fields = statm.split(' ').filter_map(|f| f.parse::<u64>().ok());
         let (resident, shared) = (fields.nth(1).unwrap_or(0), fields.next().unwrap_or(0));
-        pages += resident.saturating_sub(shared);
+        pages = resident.saturating_sub(shared).saturating_add(pages);
     }
-    Some(pages * 4096)
+    Some(pages.saturating_mul(4096))
 }
 
 #[expect(clippy::too_many_lines, reason = "a table, row by row")]

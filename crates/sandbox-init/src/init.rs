@@ -165,7 +165,11 @@ pub struct Space {
 impl Space {
     /// The share that is taken, of bytes or of files, whichever is larger.
     pub fn thousandths(&self) -> u64 {
-        let taken = |free: u64, all: u64| (all.saturating_sub(free) * 1000).checked_div(all);
+        let taken = |free: u64, all: u64| {
+            all.saturating_sub(free)
+                .saturating_mul(1000)
+                .checked_div(all)
+        };
         let bytes = taken(self.free_bytes, self.bytes);
         bytes.max(taken(self.free_files, self.files)).unwrap_or(0)
     }
@@ -260,6 +264,9 @@ pub enum Reply {
         /// too hides what the layers have in it.
         #[serde(default)]
         removed: Vec<String>,
+        /// Pipes and sockets, which are not copied.
+        #[serde(default)]
+        left_out: u64,
     },
     /// The request could not be fulfilled; the sandbox is as it was before, unless it says so.
     Refused {

@@ -9,10 +9,11 @@
 //! The executable of this crate, `drillyard-sandbox-init`, is static and plays both counterparts: started with the
 //! argument `helper` it makes sandboxes, and the processes it clones become PID 1 without another `exec`; started with
 //! the argument `container` as PID 1 of a container it serves over standard input and output.
-//! This library holds only the messages, so that any backend that can carry a byte stream (a container's standard
+//! Beside what both must reckon alike ([`time`]) this library holds only the messages, so that any backend that can carry a byte stream (a container's standard
 //! input and output, a virtual machine's serial line) can speak to the same PID 1.
 
 pub mod control;
 pub mod frame;
 pub mod init;
 pub mod mux;
+pub mod time;

@@ -112,7 +112,7 @@ fn talk(
                 delta,
                 &mut out,
             ) {
-                Ok((entries, removed)) => Reply::Packed { entries, removed },
+                Ok(packed) => packed,
                 Err(message) => Reply::Refused { message },
             },
         };

@@ -2,6 +2,10 @@
 //!
 //! Runs while no tool is alive, walks by descriptors and follows no link. Where read-only layers lie beneath, only what
 //! was written above them is walked: the layers' own files are looked at one by one, where something covers them.
+//!
+//! Sizes, times and names are the tools' to choose, and a panic here ends the sandbox: no sum is left unchecked.
+
+#![warn(clippy::arithmetic_side_effects)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString};
@@ -10,13 +14,16 @@ use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::rc::Rc;
 
 use drillyard_sandbox_init::frame::put;
-use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Changed, Entry, Kind};
+use drillyard_sandbox_init::init::{CONTENT_BYTES, Change, Changed, Entry, Kind, Reply};
+use drillyard_sandbox_init::time::nanoseconds;
 
 use crate::birth::TOOL_ID;
 use crate::sys;
 
 /// Deeper directories are not looked into.
 const MAX_DEPTH: usize = 100;
+/// Deeper directories are not removed.
+const MAX_REMOVED_DEPTH: usize = 1000;
 /// More files are not looked at.
 const MAX_FILES: usize = 50_000;
 /// Paths longer than this together are not kept.
@@ -94,7 +101,7 @@ struct Node {
 impl Node {
     fn of(stat: &libc::stat, now: i64) -> Self {
         let kind = kind_of(stat.st_mode);
-        let ctime_ns = stat.st_ctime * 1_000_000_000 + stat.st_ctime_nsec;
+        let ctime_ns = nanoseconds(stat.st_ctime, stat.st_ctime_nsec);
         Self {
             kind,
             mode: stat.st_mode & 0o7777,
@@ -105,9 +112,9 @@ impl Node {
             },
             hash: None,
             inode: stat.st_ino,
-            mtime_ns: stat.st_mtime * 1_000_000_000 + stat.st_mtime_nsec,
+            mtime_ns: nanoseconds(stat.st_mtime, stat.st_mtime_nsec),
             ctime_ns,
-            racy: now - ctime_ns < RACY_NS,
+            racy: now.saturating_sub(ctime_ns) < RACY_NS,
         }
     }
 
@@ -389,12 +396,7 @@ impl<'a> Index<'a> {
 
     /// Every file with its content, appended to `out`; of the root, and with `delta` of /work too, only what differs from
     /// the layers beneath, and what of them is hidden.
-    pub fn pack(
-        &self,
-        max_bytes: u64,
-        delta: bool,
-        out: &mut Vec<u8>,
-    ) -> Result<(Vec<Entry>, Vec<String>), String> {
+    pub fn pack(&self, max_bytes: u64, delta: bool, out: &mut Vec<u8>) -> Result<Reply, String> {
         let mut found = Found::new();
         for area in self.areas {
             let prefix = area.prefix.as_bytes();
@@ -445,7 +447,7 @@ impl<'a> Index<'a> {
             }
             Ok(name)
         };
-        let mut entries = Vec::new();
+        let (mut entries, mut left_out) = (Vec::new(), 0);
         let mut files = Files::new(self.areas);
         for (path, node) in found.nodes {
             let name = plain(&path)?;
@@ -453,7 +455,10 @@ impl<'a> Index<'a> {
                 Kind::File => files.content(&path, node.size),
                 Kind::Link => files.target(&path),
                 Kind::Dir => Some(Vec::new()),
-                Kind::Other => continue,
+                Kind::Other => {
+                    left_out = u64::saturating_add(left_out, 1);
+                    continue;
+                }
             }
             .ok_or_else(|| format!("{name}: cannot be read"))?;
             entries.push(Entry {
@@ -474,7 +479,11 @@ impl<'a> Index<'a> {
             .iter()
             .map(|path| plain(path))
             .collect::<Result<_, _>>()?;
-        Ok((entries, removed))
+        Ok(Reply::Packed {
+            entries,
+            removed,
+            left_out,
+        })
     }
 }
 
@@ -563,7 +572,7 @@ fn walk_over(sides: &Sides<'_>, prefix: &[u8], depth: usize, known: &Hidden, fou
         walk_over(
             &inner,
             &[&path, &b"/"[..]].concat(),
-            depth + 1,
+            depth.saturating_add(1),
             known,
             found,
         );
@@ -638,7 +647,7 @@ fn gather(
         if list.len() >= MAX_HIDDEN || depth > MAX_DEPTH || *path_bytes < path.len() {
             return;
         }
-        *path_bytes -= path.len();
+        *path_bytes = path_bytes.saturating_sub(path.len());
         let Some(node) = below(dir, &name, 0) else {
             continue;
         };
@@ -646,7 +655,7 @@ fn gather(
         list.push((path.clone(), node));
         if let Some(Ok(sub)) = sub {
             let inner = [&path, &b"/"[..]].concat();
-            gather(&sub, &inner, depth + 1, path_bytes, list);
+            gather(&sub, &inner, depth.saturating_add(1), path_bytes, list);
         }
     }
 }
@@ -870,7 +879,7 @@ impl<'a> Files<'a> {
             .zip(&parts)
             .take_while(|((known, _), part)| known == *part)
             .count();
-        self.way.truncate(1 + common);
+        self.way.truncate(common.saturating_add(1));
         for part in &parts[common..] {
             let dir = open_dir(self.last(), &sys::c(*part)?)?;
             self.way.push((part.to_vec(), dir));
@@ -900,7 +909,7 @@ impl<'a> Files<'a> {
         while got < size {
             match sys::read(file.as_raw_fd(), &mut bytes[got..]) {
                 Ok(0) => break,
-                Ok(n) => got += n,
+                Ok(n) => got = got.saturating_add(n),
                 Err(_) => return None,
             }
         }
@@ -912,14 +921,19 @@ impl<'a> Files<'a> {
     fn hash(&mut self, path: &[u8], size: u64, budget: &mut u64) -> Option<Hash> {
         let file = self.open(path).ok()?;
         if size <= *budget {
-            *budget -= size;
+            *budget = budget.saturating_sub(size);
             return hash_all(&file, size);
         }
-        let held = sys::fstat(file.as_raw_fd()).ok()?.st_blocks as u64 * 512;
+        let held = sys::fstat(file.as_raw_fd())
+            .ok()?
+            .st_blocks
+            .max(0)
+            .unsigned_abs()
+            .saturating_mul(512);
         if held > *budget {
             return None;
         }
-        *budget -= held;
+        *budget = budget.saturating_sub(held);
         hash_extents(&file, size)
     }
 
@@ -927,7 +941,7 @@ impl<'a> Files<'a> {
     fn hash_of(&mut self, path: &[u8], node: &Node, budget: &mut u64) -> Option<Hash> {
         match node.kind {
             Kind::File if node.size <= *budget => {
-                *budget -= node.size;
+                *budget = budget.saturating_sub(node.size);
                 hash_all(&self.open(path).ok()?, node.size)
             }
             Kind::Link => Some(*blake3::hash(&self.target(path)?).as_bytes()),
@@ -968,13 +982,15 @@ fn hash_extents(file: &OwnedFd, size: u64) -> Option<Hash> {
         hasher.update(&end.to_le_bytes());
         at = start;
         while at < end {
-            let want = buffer.len().min(usize::try_from(end - at).ok()?);
+            let want = buffer
+                .len()
+                .min(usize::try_from(end.saturating_sub(at)).ok()?);
             let n = sys::pread(fd, &mut buffer[..want], at).ok()?;
             if n == 0 {
                 return None;
             }
             hasher.update(&buffer[..n]);
-            at += n as i64;
+            at = at.saturating_add(n as i64);
         }
     }
     Some(*hasher.finalize().as_bytes())
@@ -983,7 +999,10 @@ fn hash_extents(file: &OwnedFd, size: u64) -> Option<Hash> {
 /// Takes what a path costs off a head's room; false when there is none.
 fn told(path: &[u8], head: &mut usize) -> bool {
     let escaped = path.iter().filter(|b| **b < 0x20).count();
-    let cost = TOLD_BYTES + path.len() + 5 * escaped;
+    let cost = escaped
+        .saturating_mul(5)
+        .saturating_add(path.len())
+        .saturating_add(TOLD_BYTES);
     match head.checked_sub(cost) {
         Some(left) => {
             *head = left;
@@ -1024,7 +1043,7 @@ fn walk(dir: &OwnedFd, prefix: &[u8], depth: usize, found: &mut Found) {
         if kind == Kind::Dir {
             path.push(b'/');
             match (depth < MAX_DEPTH).then(|| open_dir(dir.as_raw_fd(), &name)) {
-                Some(Ok(sub)) => walk(&sub, &path, depth + 1, found),
+                Some(Ok(sub)) => walk(&sub, &path, depth.saturating_add(1), found),
                 _ => found.incomplete = true,
             }
         }
@@ -1040,12 +1059,12 @@ fn remove_all(dir: RawFd, name: &CStr, depth: usize) -> io::Result<()> {
     if kind_of(stat.st_mode) != Kind::Dir {
         return sys::unlink_at(dir, name, 0);
     }
-    if depth > 10 * MAX_DEPTH {
+    if depth > MAX_REMOVED_DEPTH {
         return Err(io::Error::from_raw_os_error(libc::ELOOP));
     }
     let sub = open_dir(dir, name)?;
     for inner in sys::names(&sub)? {
-        remove_all(sub.as_raw_fd(), &inner, depth + 1)?;
+        remove_all(sub.as_raw_fd(), &inner, depth.saturating_add(1))?;
     }
     sys::unlink_at(dir, name, libc::AT_REMOVEDIR)
 }

@@ -707,8 +707,8 @@ pub fn space(fd: RawFd) -> io::Result<Space> {
     // SAFETY: room for one structure.
     check(unsafe { libc::fstatvfs(fd, &raw mut stat) })?;
     Ok(Space {
-        bytes: stat.f_blocks * stat.f_frsize,
-        free_bytes: stat.f_bavail * stat.f_frsize,
+        bytes: stat.f_blocks.saturating_mul(stat.f_frsize),
+        free_bytes: stat.f_bavail.saturating_mul(stat.f_frsize),
         files: stat.f_files,
         free_files: stat.f_favail,
     })
@@ -720,7 +720,7 @@ pub fn size(fd: RawFd) -> io::Result<(u64, u64)> {
     let mut stat: libc::statvfs = unsafe { std::mem::zeroed() };
     // SAFETY: room for one structure.
     check(unsafe { libc::fstatvfs(fd, &raw mut stat) })?;
-    Ok((stat.f_blocks * stat.f_frsize, stat.f_files))
+    Ok((stat.f_blocks.saturating_mul(stat.f_frsize), stat.f_files))
 }
 
 pub fn fstat(fd: RawFd) -> io::Result<libc::stat> {
@@ -784,10 +784,8 @@ pub fn fchmod(fd: RawFd, mode: u32) -> io::Result<()> {
 }
 
 pub fn set_mtime_at(dir: RawFd, name: &CStr, mtime_ns: i64) -> io::Result<()> {
-    let time = libc::timespec {
-        tv_sec: mtime_ns.div_euclid(1_000_000_000),
-        tv_nsec: mtime_ns.rem_euclid(1_000_000_000),
-    };
+    let (tv_sec, tv_nsec) = drillyard_sandbox_init::time::seconds(mtime_ns);
+    let time = libc::timespec { tv_sec, tv_nsec };
     let times = [time, time];
     // SAFETY: a C string and two structures that outlive the call.
     check(unsafe {

@@ -122,6 +122,12 @@ pub enum SandboxError {
         /// What is wrong.
         message: String,
     },
+    /// A program of this host that images are made with is missing, or failed.
+    #[error("{message}")]
+    Tool {
+        /// Which, and the way out or what it said.
+        message: String,
+    },
     /// A set-up's command failed.
     #[error("the set-up's command failed ({outcome}): {command}\n{said}")]
     Setup {
@@ -161,6 +167,22 @@ impl SandboxError {
                 | Self::NoSnapshot(_)
         )
     }
+
+    /// Whether a disk is full, or its files are not this user's to write or read.
+    pub fn is_full_or_forbidden(&self) -> bool {
+        matches!(self, Self::Io(error) if Self::is_of_the_disk(error.kind()))
+    }
+
+    /// Whether such an error of the system tells of a disk that cannot be written, whatever was to be written.
+    pub(crate) const fn is_of_the_disk(kind: std::io::ErrorKind) -> bool {
+        use std::io::ErrorKind::{
+            PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull,
+        };
+        matches!(
+            kind,
+            PermissionDenied | QuotaExceeded | ReadOnlyFilesystem | StorageFull
+        )
+    }
 }
 
 #[cfg(test)]
@@ -192,6 +214,7 @@ mod tests {
             SandboxError::NotStarted { message: text() },
             SandboxError::Protocol(io()),
             SandboxError::Io(io()),
+            SandboxError::Tool { message: text() },
         ] {
             assert!(fault.is_infrastructure(), "{fault}");
         }

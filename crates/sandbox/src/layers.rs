@@ -3,25 +3,29 @@
 //! ```text
 //! CACHE/layers/<key>/work/        beneath /work, in the form the kernel's overlay reads (whiteouts, opaque directories)
 //! CACHE/layers/<key>/root/        beneath the root, where sandboxes have one of their own
-//! CACHE/layers/<key>/rest         files of /tmp and /dev/shm, written at each start: see `Snapshot`
+//! CACHE/layers/<key>/rest         what is written at each start, a `Snapshot`: files of /tmp and /dev/shm, and directories
+//!                                 that forbid their owner, which on the disk he can read
 //! CACHE/layers/<key>/layer.json   what it is made of, and what it stands on
 //! ```
 //!
 //! A layer of a set-up can be made again and goes, least recently used first, when the cache is full; a saved state stays
-//! until it is removed. A layer in use, or that another stands on, stays. In use means a shared lock on its record.
+//! until it is removed. A layer in use, or that another stands on, stays. In use means a shared lock on its directory, see
+//! `unfinished`.
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use camino::{Utf8Path, Utf8PathBuf};
-use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
 use drillyard_sandbox_init::control::Lower;
+use drillyard_sandbox_init::frame::Span;
 use drillyard_sandbox_init::init::{Entry, Kind};
 
 use crate::image::tree::{self, Caps, Seen, What, Writer};
-use crate::image::{lock_alone, sweep, temporary_name};
+use crate::sandbox::Delta;
+use crate::unfinished::{self, Unfinished};
 use crate::{SandboxError, Snapshot};
 
 const VERSION: u32 = 1;
@@ -46,6 +50,7 @@ struct Record {
     parents: Vec<String>,
     /// Whether it has files of the root.
     root: bool,
+    /// What it takes of the disk.
     bytes: u64,
 }
 
@@ -57,7 +62,7 @@ pub struct Layer {
     pub rest: Snapshot,
     /// Keys, the topmost first, this one's included.
     pub chain: Vec<String>,
-    _held: Vec<std::fs::File>,
+    _held: Vec<OwnedFd>,
 }
 
 /// The layers in a directory.
@@ -86,6 +91,16 @@ fn no_layer(key: &str, message: impl ToString) -> SandboxError {
     SandboxError::Layer {
         key: key.to_owned(),
         message: message.to_string(),
+    }
+}
+
+/// What a layer cannot hold is refused; everything else is the disk's fault.
+fn failed(key: &str, error: io::Error) -> SandboxError {
+    match error.kind() {
+        io::ErrorKind::InvalidData | io::ErrorKind::InvalidFilename => SandboxError::Refused {
+            message: format!("a layer cannot hold this: {error}"),
+        },
+        kind => io::Error::new(kind, format!("layer {key}: {error}")).into(),
     }
 }
 
@@ -140,7 +155,7 @@ impl Layers {
         let dir = dir.canonicalize_utf8()?;
         let only_owner = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         fs_err::set_permissions(&dir, only_owner)?;
-        sweep(&dir)?;
+        unfinished::sweep(&dir)?;
         Ok(Self {
             dir,
             image: image.to_owned(),
@@ -153,18 +168,30 @@ impl Layers {
         &self.dir
     }
 
+    /// The image the layers belong to.
+    pub fn image(&self) -> &str {
+        &self.image
+    }
+
     /// Where the tool versions of the image are kept.
     pub fn tools(&self) -> Utf8PathBuf {
         self.dir
             .with_file_name(format!("tools-{}.json", self.image))
     }
 
-    fn record(&self, key: &str) -> Result<Record, SandboxError> {
+    /// Where a layer lies, whether its record can be read or not.
+    fn place(&self, key: &str) -> Result<Utf8PathBuf, SandboxError> {
         let whole = key.len() == 64 && key.bytes().all(|b| b.is_ascii_hexdigit());
-        let path = self.dir.join(key).join("layer.json");
-        if !whole || !path.exists() {
-            return Err(no_layer(key, format!("there is none in {}", self.dir)));
+        let dir = self.dir.join(key);
+        if whole && dir.is_dir() {
+            Ok(dir)
+        } else {
+            Err(no_layer(key, format!("there is none in {}", self.dir)))
         }
+    }
+
+    fn record(&self, key: &str) -> Result<Record, SandboxError> {
+        let path = self.place(key)?.join("layer.json");
         let record: Record = serde_json::from_slice(&fs_err::read(&path)?)
             .map_err(|e| no_layer(key, format!("layer.json: {e}")))?;
         if record.version != VERSION {
@@ -200,16 +227,13 @@ impl Layers {
         let mut lower = Lower::default();
         let mut held = Vec::new();
         for key in &chain {
+            let dir = self.place(key)?;
+            let held_now = unfinished::hold(&dir)?;
+            held.push(held_now.ok_or_else(|| no_layer(key, "it is being removed"))?);
             let record = self.record(key)?;
-            let file = fs_err::File::open(self.dir.join(key).join("layer.json"))?;
-            flock(&file, FlockOperation::NonBlockingLockShared)
-                .map_err(|_| no_layer(key, "it is being removed"))?;
-            if !self.dir.join(key).is_dir() {
-                return Err(no_layer(key, "it was removed"));
-            }
             // When it was last used.
-            let _ = file.file().set_modified(std::time::SystemTime::now());
-            held.push(file.into());
+            let _ = fs_err::File::open(dir.join("layer.json"))
+                .and_then(|f| f.file().set_modified(std::time::SystemTime::now()));
             if record.root && record.image != self.image {
                 return Err(no_layer(
                     key,
@@ -266,25 +290,24 @@ impl Layers {
         key: String,
         origin: Origin,
         parents: Vec<String>,
-        entries: Vec<Entry>,
-        removed: Vec<String>,
-        body: Vec<u8>,
+        delta: Delta,
     ) -> Result<Arc<Layer>, SandboxError> {
         let layers = self.clone();
         let write = move || {
             let content = Content {
-                entries: &entries,
-                removed: &removed,
-                body: &body,
+                entries: &delta.entries,
+                removed: &delta.removed,
+                body: &delta.body,
             };
-            layers.flatten(layers.put(&key, origin, &parents, &content)?)
+            layers.put(&key, origin, &parents, &content)
         };
         tokio::task::spawn_blocking(write)
             .await
             .map_err(|_| no_layer("", "the thread that wrote it has ended"))?
     }
 
-    /// Writes a layer, unless it is there, and gets it.
+    /// Writes a layer, unless it is there, and gets it. Where it would stand too high, it and those below are made one,
+    /// which stands on nothing.
     pub fn put(
         &self,
         key: &str,
@@ -292,7 +315,12 @@ impl Layers {
         parents: &[String],
         content: &Content<'_>,
     ) -> Result<Arc<Layer>, SandboxError> {
-        if let Some(there) = self.get(key)? {
+        let chain: Vec<&str> = [key]
+            .into_iter()
+            .chain(parents.iter().map(String::as_str))
+            .collect();
+        let flat = (chain.len() > MAX_DEPTH).then(|| flat_key(&chain));
+        if let Some(there) = self.get(flat.as_deref().unwrap_or(key))? {
             return Ok(there);
         }
         let new = New::in_dir(&self.dir)?;
@@ -301,11 +329,10 @@ impl Layers {
         let mut has_root = false;
         let mut rest = Vec::new();
         let mut rest_body = Vec::new();
-        let failed = |e: io::Error| no_layer(key, e);
-        let (mut dirs, mut bytes) = (std::collections::BTreeSet::new(), 0);
+        let failed = |e: io::Error| failed(key, e);
+        let mut dirs = std::collections::BTreeSet::new();
         for entry in content.entries {
             let content = bytes_of(entry, content.body)?;
-            bytes += content.len() as u64;
             let (tree, name) = match place(&entry.path) {
                 Place::Work(name) => (&mut work, name),
                 Place::Root(name) if self.own_root => {
@@ -313,9 +340,11 @@ impl Layers {
                     (&mut root, name)
                 }
                 Place::Rest => {
-                    let mut entry = entry.clone();
-                    entry.content = drillyard_sandbox_init::frame::put(&mut rest_body, content);
-                    rest.push(entry);
+                    let content = drillyard_sandbox_init::frame::put(&mut rest_body, content);
+                    rest.push(Entry {
+                        content,
+                        ..entry.clone()
+                    });
                     continue;
                 }
                 Place::Root(_) | Place::Foreign => return Err(elsewhere(&entry.path)),
@@ -325,7 +354,17 @@ impl Layers {
             match entry.kind {
                 Kind::Dir => {
                     dirs.insert(entry.path.as_str());
-                    tree.dir(name, entry.mode, time).map_err(failed)?;
+                    let mut mode = entry.mode;
+                    // The kernel would show an ordinary user's sandboxes what is in it, but nobody outside could read it,
+                    // to make layers one.
+                    if !tree::can_be_read(mode) {
+                        mode |= 0o700;
+                        rest.push(Entry {
+                            content: Span::default(),
+                            ..entry.clone()
+                        });
+                    }
+                    tree.dir(name, mode, time).map_err(failed)?;
                 }
                 Kind::File => {
                     let mut content = content;
@@ -365,11 +404,16 @@ impl Layers {
             image: self.image.clone(),
             parents: parents.to_vec(),
             root: has_root,
-            bytes,
+            bytes: 0,
         };
-        let layer = self.settle(&new, key, &record, &rest)?;
-        if origin == Origin::Setup {
-            self.shrink()?;
+        if let Some(flat) = flat {
+            return self.flatten(&new, &flat, record, &rest);
+        }
+        let layer = self.settle(&new, key, record, &rest)?;
+        if origin == Origin::Setup
+            && let Err(error) = self.shrink()
+        {
+            tracing::warn!(dir = %self.dir, %error, "layers of set-ups cannot be let go");
         }
         Ok(layer)
     }
@@ -379,76 +423,71 @@ impl Layers {
         &self,
         new: &New,
         key: &str,
-        record: &Record,
+        mut record: Record,
         rest: &Snapshot,
     ) -> Result<Arc<Layer>, SandboxError> {
-        fs_err::write(new.0.join("rest"), rest.to_bytes()?)?;
-        let text = serde_json::to_vec_pretty(record).map_err(io::Error::from)?;
-        fs_err::write(new.0.join("layer.json"), text)?;
-        rustix::fs::syncfs(tree::open_root(&new.0)?).map_err(io::Error::from)?;
-        match rustix::fs::rename(new.0.as_str(), self.dir.join(key).as_str()) {
-            Ok(()) => rustix::fs::fsync(tree::open_root(&self.dir)?).map_err(io::Error::from)?,
-            // Another program was faster.
-            Err(rustix::io::Errno::NOTEMPTY | rustix::io::Errno::EXIST) => {}
-            Err(error) => return Err(no_layer(key, io::Error::from(error))),
-        }
+        let dir = new.0.path();
+        let root = tree::open_root(dir)?;
+        fs_err::write(dir.join("rest"), rest.to_bytes()?)?;
+        record.bytes = tree::disk_bytes(&root).map_err(|e| failed(key, e))?;
+        let text = serde_json::to_vec_pretty(&record).map_err(io::Error::from)?;
+        fs_err::write(dir.join("layer.json"), text)?;
+        rustix::fs::syncfs(&root).map_err(io::Error::from)?;
+        // Where it is there already, another program was faster.
+        new.0
+            .publish(&self.dir.join(key))
+            .map_err(|e| failed(key, e))?;
         self.load(key)
     }
 
-    /// Where a new layer on these would stand too high, makes them and it one, which stands on nothing.
-    pub fn flatten(&self, layer: Arc<Layer>) -> Result<Arc<Layer>, SandboxError> {
-        if layer.chain.len() <= MAX_DEPTH {
-            return Ok(layer);
-        }
-        let mut hasher = blake3::Hasher::new();
-        for key in &layer.chain {
-            hasher.update(key.as_bytes());
-        }
-        let key = hasher.finalize().to_hex().to_string();
-        if let Some(there) = self.get(&key)? {
-            return Ok(there);
-        }
+    /// Makes a new layer and those it would stand on one, which stands on nothing.
+    fn flatten(
+        &self,
+        top: &New,
+        key: &str,
+        record: Record,
+        rest: &Snapshot,
+    ) -> Result<Arc<Layer>, SandboxError> {
+        let Some(parent) = record.parents.first() else {
+            return self.settle(top, key, record, rest);
+        };
+        let below = self.load(parent)?;
         let new = New::in_dir(&self.dir)?;
-        let mut bytes = 0;
-        for (part, names) in [("work", &layer.lower.work), ("root", &layer.lower.root)] {
+        for (part, names) in [("work", &below.lower.work), ("root", &below.lower.root)] {
             let mut tree = new.tree(part)?;
-            for name in names.iter().rev() {
-                let from = tree::open_root(&self.dir.join(name))?;
-                bytes += merge(&from, &mut tree, part == "work").map_err(|e| no_layer(&key, e))?;
+            let lower = names.iter().rev().map(|name| self.dir.join(name));
+            for dir in lower.chain([top.0.path().join(part)]) {
+                merge(&tree::open_root(&dir)?, &mut tree, part == "work")
+                    .map_err(|e| failed(key, e))?;
             }
-            tree.finish().map_err(|e| no_layer(&key, e))?;
+            tree.finish().map_err(|e| failed(key, e))?;
         }
         let record = Record {
-            version: VERSION,
             origin: Origin::Saved,
-            image: self.image.clone(),
             parents: Vec::new(),
-            root: !layer.lower.root.is_empty(),
-            bytes,
+            root: record.root || !below.lower.root.is_empty(),
+            ..record
         };
-        self.settle(&new, &key, &record, &layer.rest)
+        self.settle(&new, key, record, rest)
     }
 
     /// Removes a layer that is not in use and that no other stands on.
     pub fn remove(&self, key: &str) -> Result<(), SandboxError> {
-        self.record(key)?;
+        self.discard(key, true)
+    }
+
+    fn discard(&self, key: &str, patience: bool) -> Result<(), SandboxError> {
+        let dir = self.place(key)?;
+        let alone =
+            unfinished::alone(&dir, patience)?.ok_or_else(|| no_layer(key, "it is in use"))?;
+        // Only now: what is being saved on top of it holds it until it is there.
         if let Some(child) = self.children(key)?.first() {
             return Err(no_layer(
                 key,
                 format!("{child} stands on it; remove that first"),
             ));
         }
-        self.discard(key)
-    }
-
-    fn discard(&self, key: &str) -> Result<(), SandboxError> {
-        let lock = fs_err::File::open(self.dir.join(key).join("layer.json"))?;
-        if !lock_alone(lock.file()) {
-            return Err(no_layer(key, "it is in use"));
-        }
-        let old = self.dir.join(temporary_name()?);
-        fs_err::rename(self.dir.join(key), &old)?;
-        remove_tree(&self.dir, &old)
+        Ok(unfinished::remove(&dir, alone)?)
     }
 
     fn keys(&self) -> Result<Vec<String>, SandboxError> {
@@ -483,7 +522,7 @@ impl Layers {
             if record.origin == Origin::Setup {
                 let used = fs_err::metadata(self.dir.join(&key).join("layer.json"))
                     .and_then(|m| m.modified());
-                total += record.bytes;
+                total = record.bytes.saturating_add(total);
                 setups.push((used.ok(), key, record.bytes));
             }
         }
@@ -492,8 +531,8 @@ impl Layers {
             if total <= self.cap {
                 break;
             }
-            if self.children(&key)?.is_empty() && self.discard(&key).is_ok() {
-                total -= bytes;
+            if self.discard(&key, false).is_ok() {
+                total = total.saturating_sub(bytes);
             }
         }
         Ok(())
@@ -507,18 +546,25 @@ fn bytes_of<'a>(entry: &Entry, body: &'a [u8]) -> Result<&'a [u8], SandboxError>
         .ok_or_else(|| SandboxError::Protocol(io::Error::other("contents lie outside the message")))
 }
 
-/// A directory not yet whole; goes when dropped.
-struct New(Utf8PathBuf);
+/// The key of layers that were made one.
+fn flat_key(chain: &[&str]) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for key in chain {
+        hasher.update(key.as_bytes());
+    }
+    hasher.finalize().to_hex().to_string()
+}
+
+/// A layer not yet whole.
+struct New(Unfinished);
 
 impl New {
     fn in_dir(dir: &Utf8Path) -> Result<Self, SandboxError> {
-        let path = dir.join(temporary_name()?);
-        fs_err::create_dir(&path)?;
-        Ok(Self(path))
+        Ok(Self(Unfinished::dir(dir)?))
     }
 
     fn tree(&self, name: &str) -> Result<Writer, SandboxError> {
-        let dir = self.0.join(name);
+        let dir = self.0.path().join(name);
         fs_err::create_dir(&dir)?;
         let caps = Caps {
             entries: u64::MAX,
@@ -528,52 +574,112 @@ impl New {
     }
 }
 
-impl Drop for New {
-    fn drop(&mut self) {
-        if let Some(dir) = self.0.parent()
-            && self.0.exists()
-        {
-            let _ = remove_tree(dir, &self.0);
-        }
-    }
-}
-
-/// Removes a tree whose directories may forbid their owner.
-fn remove_tree(dir: &Utf8Path, path: &Utf8Path) -> Result<(), SandboxError> {
-    let name = path.file_name().unwrap_or_default();
-    Ok(tree::remove_all(
-        &tree::open_root(dir)?,
-        name.as_bytes(),
-        0,
-    )?)
-}
-
 /// Puts a layer over what a tree holds; its files become further names of the same files. With `bottom` nothing lies
 /// below, and marks of what is gone are done with.
-fn merge(from: &std::os::fd::OwnedFd, to: &mut Writer, bottom: bool) -> io::Result<u64> {
-    let mut bytes = 0;
+fn merge(from: &OwnedFd, to: &mut Writer, bottom: bool) -> io::Result<()> {
     tree::walk_layer(from, &mut |seen: &Seen<'_>, opaque, mtime| {
         match &seen.what {
             What::Dir => {
                 if opaque {
                     to.remove(seen.path)?;
                 }
-                to.dir(seen.path, seen.mode, Some(mtime))?;
-                if opaque && !bottom {
+                // What hid a directory further below must go on hiding it.
+                let instead = to.dir_over(seen.path, seen.mode, Some(mtime))?;
+                if (opaque || instead) && !bottom {
                     to.opaque(seen.path)?;
                 }
             }
-            What::File {
-                dir, name, size, ..
-            } => {
-                bytes += size;
-                to.adopt(seen.path, dir, name)?;
-            }
+            What::File { dir, name, .. } => to.adopt(seen.path, dir, name)?,
             What::Link(target) => to.link(seen.path, target, Some(mtime))?,
             What::Special if bottom => to.remove(seen.path)?,
             What::Special => to.whiteout(seen.path)?,
         }
         Ok(())
-    })?;
-    Ok(bytes)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cache() -> (tempfile::TempDir, Layers) {
+        let dir = tempfile::tempdir_in("/var/tmp").unwrap();
+        let path = Utf8PathBuf::from_path_buf(dir.path().to_owned()).unwrap();
+        (dir, Layers::open(&path, "image", true, 1 << 30).unwrap())
+    }
+
+    fn put(layers: &Layers, key: &str, parents: &[&str], entries: &[Entry], removed: &[&str]) {
+        let strings = |list: &[&str]| list.iter().map(|s| key_of(s)).collect::<Vec<_>>();
+        let removed: Vec<_> = removed.iter().map(|&s| s.to_owned()).collect();
+        let content = Content {
+            entries,
+            removed: &removed,
+            body: &[],
+        };
+        let parents = strings(parents);
+        layers
+            .put(&key_of(key), Origin::Saved, &parents, &content)
+            .unwrap();
+    }
+
+    fn key_of(name: &str) -> String {
+        blake3::hash(name.as_bytes()).to_hex().to_string()
+    }
+
+    fn dir(path: &str) -> Entry {
+        Entry {
+            path: path.to_owned(),
+            kind: Kind::Dir,
+            mode: 0o755,
+            mtime_ns: None,
+            content: Span::default(),
+        }
+    }
+
+    #[test]
+    fn children_are_looked_for_behind_the_lock() {
+        let (_dir, layers) = cache();
+        put(&layers, "parent", &[], &[dir("a")], &[]);
+        put(&layers, "child", &["parent"], &[dir("b")], &[]);
+        // Whoever comes to remove it, having asked for children before or not.
+        for patience in [true, false] {
+            let error = layers.discard(&key_of("parent"), patience).unwrap_err();
+            assert!(error.to_string().contains("stands on it"), "{error}");
+        }
+        // Who makes a child holds the parents meanwhile.
+        let held = layers.load(&key_of("child")).unwrap();
+        for key in ["child", "parent"] {
+            let error = layers.discard(&key_of(key), false).unwrap_err();
+            assert!(error.to_string().contains("in use"), "{error}");
+        }
+        drop(held);
+        layers.remove(&key_of("child")).unwrap();
+        layers.remove(&key_of("parent")).unwrap();
+        assert_eq!(layers.dir().read_dir_utf8().unwrap().count(), 0);
+    }
+
+    #[test]
+    fn a_directory_made_in_place_of_anything_else_hides_what_lies_below_all_layers() {
+        let (_dir, layers) = cache();
+        put(&layers, "gone", &[], &[dir("/other")], &["/data"]);
+        put(&layers, "again", &["gone"], &[dir("/data")], &[]);
+        put(&layers, "more", &["again", "gone"], &[dir("/other")], &[]);
+        let chain = ["more", "again", "gone"].map(key_of);
+        let flat = New::in_dir(layers.dir()).unwrap();
+        let mut root = flat.tree("root").unwrap();
+        for key in chain.iter().rev() {
+            let from = tree::open_root(&layers.dir().join(key).join("root")).unwrap();
+            merge(&from, &mut root, false).unwrap();
+        }
+        root.finish().unwrap();
+        let mut opaque = std::collections::BTreeMap::new();
+        let from = tree::open_root(&flat.0.path().join("root")).unwrap();
+        tree::walk_layer(&from, &mut |seen, mark, _| {
+            opaque.insert(String::from_utf8_lossy(seen.path).into_owned(), mark);
+            Ok(())
+        })
+        .unwrap();
+        let expected = [("data", true), ("other", false)];
+        assert_eq!(opaque, expected.map(|(p, o)| (p.to_owned(), o)).into());
+    }
 }

@@ -57,6 +57,7 @@ mod report;
 mod sandbox;
 mod saved;
 mod snapshot;
+mod unfinished;
 
 pub use admission::{Admission, Demand, Gauge, HostGauge, Policy, Readings, Verdict, Why, decide};
 pub use backend::{Autopsy, Backend, Boxed, Cell, Stream};

@@ -27,7 +27,7 @@ pub struct Local {
     image: ImageReport,
     proxy: Option<Arc<Proxy>>,
     /// Keeps the image from being removed.
-    _in_use: Option<std::fs::File>,
+    _in_use: Option<std::os::fd::OwnedFd>,
 }
 
 impl Local {
@@ -38,7 +38,7 @@ impl Local {
             Image::Host => (host::root(&helpers, &config.host_paths)?, None),
             Image::RootFs { dir, digest } => (
                 host::own_root(&helpers, &config.host_paths, dir, digest)?,
-                image::hold(dir)?,
+                image::hold(&dir.canonicalize_utf8()?)?,
             ),
         };
         root.env.extend(config.network.env());

@@ -1,6 +1,6 @@
 //! The pool: sandboxes made ahead, each handed out once.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -11,9 +11,10 @@ use drillyard_sandbox_init::init::{CONTENT_BYTES, Entry, Kind, Reply, Request, W
 
 use crate::admission::Door;
 use crate::docker::Docker;
+use crate::host;
 use crate::layers::{Layer, Layers, Origin};
 use crate::local::Local;
-use crate::sandbox::{Contents, exchange, receive, unexpected};
+use crate::sandbox::{Contents, Delta, exchange, receive, unexpected};
 use crate::{
     Admission, Backend, Call, CallOutcome, CallResult, Cell, Gauge, HostGauge, Image, ImageReport,
     Limits, LimitsReport, Policy, Sandbox, SandboxConfig, SandboxError, Snapshot,
@@ -118,6 +119,14 @@ pub struct Pool {
     inner: Arc<Inner>,
 }
 
+/// What a set-up's lease goes on from.
+enum Begun {
+    Layer(Arc<Layer>),
+    /// One in which it was carried out already.
+    Sandbox(Sandbox),
+    Nothing,
+}
+
 pub(crate) struct Inner {
     backend: Box<dyn Backend>,
     limits: Limits,
@@ -128,6 +137,8 @@ pub(crate) struct Inner {
     layers: Option<Layers>,
     /// Whether sandboxes start on layers here, once that was tried.
     layered: OnceLock<bool>,
+    /// Keys of set-ups that no layer can hold here.
+    unheld: Mutex<BTreeSet<String>>,
     /// One set-up's layer is built at a time.
     building: tokio::sync::Mutex<()>,
     tools: tokio::sync::OnceCell<BTreeMap<String, String>>,
@@ -204,12 +215,13 @@ impl Pool {
             .as_deref()
             .filter(|_| backend.has_layers())
             .map(|dir| {
-                Layers::open(
-                    dir,
-                    &backend.image().digest,
-                    config.image != Image::Host,
-                    config.cache_bytes,
-                )
+                let image = &backend.image().digest;
+                let image = match config.image {
+                    Image::Host => host::state(image, &config.host_paths),
+                    Image::RootFs { .. } => image.clone(),
+                };
+                let own_root = config.image != Image::Host;
+                Layers::open(dir, &image, own_root, config.cache_bytes)
             })
             .transpose()?;
         let (limits, pool_size) = (config.limits.clone(), config.pool_size);
@@ -224,6 +236,7 @@ impl Pool {
                 door,
                 layers,
                 layered: OnceLock::new(),
+                unheld: Mutex::default(),
                 building: tokio::sync::Mutex::default(),
                 tools: tokio::sync::OnceCell::new(),
                 keys: Mutex::default(),
@@ -282,48 +295,108 @@ impl Pool {
             && (!setup.commands.is_empty() || setup.is_large())
             && layered.get() != Some(&false)
         {
-            let layer = self.layer_of(setup, layers).await?;
-            match self.lease_contents(Contents::Layer(layer)).await {
-                // An older kernel, or a disk whose files can't be shown under another owner: slower, and otherwise the same.
-                Err(SandboxError::Create { step, message }) if layered.get().is_none() => {
-                    if layered.set(false).is_ok() {
-                        let dir = layers.dir();
-                        tracing::warn!(step, message, %dir, "no sandbox starts on a layer here; set-ups are written anew each time");
+            match self.begun(setup, layers).await? {
+                Begun::Nothing => {}
+                Begun::Sandbox(sandbox) => return Ok(sandbox),
+                Begun::Layer(layer) => match self.lease_contents(Contents::Layer(layer)).await {
+                    // An older kernel, or a disk whose files can't be shown under another owner: slower, and otherwise the
+                    // same.
+                    Err(SandboxError::Create { step, message }) if layered.get().is_none() => {
+                        if layered.set(false).is_ok() {
+                            let dir = layers.dir();
+                            tracing::warn!(step, message, %dir, "no sandbox starts on a layer here; set-ups are written anew each time");
+                        }
                     }
-                }
-                answer => {
-                    if answer.is_ok() {
-                        let _ = layered.set(true);
+                    answer => {
+                        if answer.is_ok() {
+                            let _ = layered.set(true);
+                        }
+                        return answer;
                     }
-                    return answer;
-                }
+                },
             }
         }
         self.lease_contents(Contents::Setup(setup.clone())).await
     }
 
-    /// The layer of a set-up, built unless it is there.
-    async fn layer_of(&self, setup: &Setup, layers: &Layers) -> Result<Arc<Layer>, SandboxError> {
+    /// The layer of a set-up, made unless it is there; or what there is where none can be made. Whatever is wrong with the
+    /// cache is no reason for a lease to fail that would do without.
+    async fn begun(&self, setup: &Setup, layers: &Layers) -> Result<Begun, SandboxError> {
         let key = self.key_of(setup);
-        if let Some(layer) = layers.get(&key)? {
-            return Ok(layer);
+        let unheld = || {
+            let keys = &self.inner.unheld;
+            keys.lock().unwrap_or_else(PoisonError::into_inner)
+        };
+        let none = |why: &dyn std::fmt::Display| {
+            if unheld().insert(key.clone()) {
+                let dir = layers.dir();
+                tracing::warn!(%why, %dir, "a set-up cannot become a layer; it is written anew each time");
+            }
+        };
+        let there = || match layers.get(&key) {
+            Ok(layer) => layer.map(Begun::Layer),
+            Err(error) => {
+                none(&error);
+                Some(Begun::Nothing)
+            }
+        };
+        if unheld().contains(&key) {
+            return Ok(Begun::Nothing);
+        }
+        if let Some(begun) = there() {
+            return Ok(begun);
         }
         let _building = self.inner.building.lock().await;
-        if let Some(layer) = layers.get(&key)? {
-            return Ok(layer);
+        if unheld().contains(&key) {
+            return Ok(Begun::Nothing);
         }
-        if setup.commands.is_empty() {
+        if let Some(begun) = there() {
+            return Ok(begun);
+        }
+        let (sandbox, delta) = if setup.commands.is_empty() {
             let (entries, body) = setup.entries();
-            return layers
-                .write(key, Origin::Setup, Vec::new(), entries, Vec::new(), body)
-                .await;
-        }
-        let mut sandbox = self.lease_contents(Contents::Setup(setup.clone())).await?;
-        let (entries, removed, body) = sandbox.delta().await?;
-        sandbox.close().await;
-        layers
-            .write(key, Origin::Setup, Vec::new(), entries, removed, body)
+            let delta = Delta {
+                entries,
+                removed: Vec::new(),
+                left_out: 0,
+                body,
+            };
+            (None, delta)
+        } else {
+            let contents = Contents::Setup(setup.clone());
+            let mut sandbox = self.lease_contents(contents).await?;
+            let delta = match sandbox.delta().await {
+                Ok(delta) if delta.left_out == 0 => delta,
+                Ok(_) => {
+                    none(&"it makes pipes or sockets, which no layer holds");
+                    return Ok(Begun::Sandbox(sandbox));
+                }
+                Err(error) => {
+                    none(&error);
+                    return Ok(if sandbox.is_lost() {
+                        Begun::Nothing
+                    } else {
+                        Begun::Sandbox(sandbox)
+                    });
+                }
+            };
+            (Some(sandbox), delta)
+        };
+        match layers
+            .write(key.clone(), Origin::Setup, Vec::new(), delta)
             .await
+        {
+            Ok(layer) => {
+                if let Some(sandbox) = sandbox {
+                    sandbox.close().await;
+                }
+                Ok(Begun::Layer(layer))
+            }
+            Err(error) => {
+                none(&error);
+                Ok(sandbox.map_or(Begun::Nothing, Begun::Sandbox))
+            }
+        }
     }
 
     fn key_of(&self, setup: &Setup) -> String {
@@ -339,7 +412,12 @@ impl Pool {
             .find(|(known, _)| known.is(setup))
             .map(|(_, key)| key.clone());
         known.unwrap_or_else(|| {
-            let key = setup.key(&self.image().digest);
+            let image = self
+                .inner
+                .layers
+                .as_ref()
+                .map_or_else(|| self.image().digest.as_str(), Layers::image);
+            let key = setup.key(image);
             let mut keys = keys();
             keys.truncate(KEPT - 1);
             keys.push_front((setup.clone(), key.clone()));
@@ -390,7 +468,9 @@ impl Pool {
                     .collect();
                 if let Some(path) = kept {
                     let text = serde_json::to_vec(&tools).map_err(std::io::Error::from)?;
-                    fs_err::write(path, text)?;
+                    if let Err(error) = fs_err::write(path, text) {
+                        tracing::warn!(%error, "the tools' versions cannot be kept");
+                    }
                 }
                 Ok(tools)
             })

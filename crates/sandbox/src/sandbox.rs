@@ -30,6 +30,16 @@ pub(crate) enum Contents {
     Layer(Arc<Layer>),
 }
 
+/// What differs from the layers a sandbox began with.
+pub(crate) struct Delta {
+    pub entries: Vec<Entry>,
+    /// What of the layers is hidden.
+    pub removed: Vec<String>,
+    /// Pipes and sockets, which are not copied.
+    pub left_out: u64,
+    pub body: Vec<u8>,
+}
+
 /// A sandbox in use. Dropping it kills it; [`Sandbox::close`] also waits until it is gone.
 pub struct Sandbox {
     pool: Pool,
@@ -128,7 +138,12 @@ impl Sandbox {
             .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
             .await
         {
-            Ok((Reply::Packed { entries, removed }, body)) => {
+            Ok((
+                Reply::Packed {
+                    entries, removed, ..
+                },
+                body,
+            )) => {
                 if entries.iter().any(|e| e.content.of(&body).is_none()) {
                     return Err(SandboxError::Protocol(std::io::Error::other(
                         "contents lie outside the message",
@@ -167,8 +182,10 @@ impl Sandbox {
         // Above the same layers, or what is saved next would not know what of them was deleted.
         let fresh = if let Contents::Layer(layer) = &self.contents {
             let layer = Arc::clone(layer);
-            let (entries, removed, body) = self.delta().await?;
-            self.pool.on_layer(&layer, entries, removed, &body).await?
+            let delta = self.delta().await?;
+            self.pool
+                .on_layer(&layer, delta.entries, delta.removed, &delta.body)
+                .await?
         } else {
             let files = self.snapshot().await?;
             self.pool.fresh(&Contents::Snapshot(files)).await?
@@ -224,9 +241,7 @@ impl Sandbox {
     }
 
     /// What differs from the layers this sandbox began with.
-    pub(crate) async fn delta(
-        &mut self,
-    ) -> Result<(Vec<Entry>, Vec<String>, Vec<u8>), SandboxError> {
+    pub(crate) async fn delta(&mut self) -> Result<Delta, SandboxError> {
         let request = Request::Pack {
             max_bytes: MAX_SNAPSHOT,
             delta: true,
@@ -235,7 +250,19 @@ impl Sandbox {
             .ask(&request, &[], MAX_SNAPSHOT + (1 << 20), 6 * SLACK)
             .await
         {
-            Ok((Reply::Packed { entries, removed }, body)) => Ok((entries, removed, body)),
+            Ok((
+                Reply::Packed {
+                    entries,
+                    removed,
+                    left_out,
+                },
+                body,
+            )) => Ok(Delta {
+                entries,
+                removed,
+                left_out,
+                body,
+            }),
             Ok((other, _)) => Err(unexpected(&other)),
             Err((error, _)) => Err(error),
         }

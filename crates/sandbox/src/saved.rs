@@ -30,16 +30,14 @@ impl Sandbox {
     pub async fn save(&mut self) -> Result<Saved, SandboxError> {
         let layers = self.pool().layers()?.clone();
         let parents = self.chain();
-        let (entries, removed, body) = self.delta().await?;
+        let delta = self.delta().await?;
         let content = Content {
-            entries: &entries,
-            removed: &removed,
-            body: &body,
+            entries: &delta.entries,
+            removed: &delta.removed,
+            body: &delta.body,
         };
         let key = layers.key(&content, &parents)?;
-        let layer = layers
-            .write(key, Origin::Saved, parents, entries, removed, body)
-            .await?;
+        let layer = layers.write(key, Origin::Saved, parents, delta).await?;
         Ok(Saved { layer })
     }
 

@@ -396,14 +396,30 @@ fn layered(dir: &Utf8Path, oci: bool) -> Utf8PathBuf {
     };
     let path = dir.join(if oci { "oci.tar" } else { "docker.tar" });
     let archive = if oci {
-        let manifest = br#"{"layers":[{"digest":"sha256:aa"},{"digest":"sha256:bb"}]}"#;
-        let index = br#"{"manifests":[{"digest":"sha256:cc","annotations":{"org.opencontainers.image.ref.name":"two:layers"}}]}"#;
+        let sha = |bytes: &[u8]| -> String {
+            let digest = <sha2::Sha256 as sha2::Digest>::digest(bytes);
+            digest.iter().map(|b| format!("{b:02x}")).collect()
+        };
+        let manifest = format!(
+            r#"{{"layers":[{{"digest":"sha256:{}"}},{{"digest":"sha256:{}"}}]}}"#,
+            sha(&first),
+            sha(&second)
+        );
+        let index = format!(
+            r#"{{"manifests":[{{"digest":"sha256:{}","annotations":{{"org.opencontainers.image.ref.name":"two:layers"}}}}]}}"#,
+            sha(manifest.as_bytes())
+        );
+        let place = |bytes: &[u8]| format!("blobs/sha256/{}", sha(bytes));
         raw_tar(&[
             (b"oci-layout", Regular, br#"{"imageLayoutVersion":"1.0.0"}"#),
-            (b"index.json", Regular, index),
-            (b"blobs/sha256/cc", Regular, manifest),
-            (b"blobs/sha256/aa", Regular, &first),
-            (b"blobs/sha256/bb", Regular, &second),
+            (b"index.json", Regular, index.as_bytes()),
+            (
+                place(manifest.as_bytes()).as_bytes(),
+                Regular,
+                manifest.as_bytes(),
+            ),
+            (place(&first).as_bytes(), Regular, &first),
+            (place(&second).as_bytes(), Regular, &second),
         ])
     } else {
         let manifest = br#"[{"Config":"c.json","RepoTags":["two:layers"],"Layers":["1/layer.tar","2/layer.tar"]}]"#;

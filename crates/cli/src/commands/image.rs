@@ -9,14 +9,17 @@ use drillyard_stage::{Failure, Ui};
 
 use crate::args::ImageCommand;
 use crate::context::Context;
-use crate::stages::{image_store, sandbox_config};
+use crate::stages::{image_store, sandbox_config, sandbox_failure};
 
 /// Lists, brings in, builds, checks or removes images.
 pub(crate) async fn run(context: &Context, command: &ImageCommand) -> Result<u8, Failure> {
     let store = image_store(&context.pipeline)?;
     let ui = &context.ui;
     let text = match command {
-        ImageCommand::List => list(&store.list().map_err(failure)?),
+        ImageCommand::List => list(
+            &store.list().map_err(failure)?,
+            &store.broken().map_err(failure)?,
+        ),
         ImageCommand::Import { path, name } => {
             ui.note(format!("{:>10} {path}", "image"));
             let (path, name) = (path.clone(), name.clone());
@@ -39,10 +42,12 @@ pub(crate) async fn run(context: &Context, command: &ImageCommand) -> Result<u8,
             told("unchanged", &found)
         }
         ImageCommand::Remove { image } => {
-            let found = store.find(image).map_err(failure)?;
-            let digest = found.digest.clone();
-            blocking(move || store.remove(&digest)).await?;
-            format!("removed {} ({})\n", found.name, found.digest)
+            let digest = store.digest_of(image).map_err(failure)?;
+            // One that can't be read has no name.
+            let name = store.find(&digest).map(|i| format!("{} ", i.name));
+            let removed = digest.clone();
+            blocking(move || store.remove(&removed)).await?;
+            format!("removed {}({digest})\n", name.unwrap_or_default())
         }
     };
     ui.data(&text)
@@ -71,7 +76,7 @@ async fn blocking<T: Send + 'static>(
 
 #[expect(clippy::needless_pass_by_value, reason = "what map_err hands over")]
 fn failure(error: SandboxError) -> Failure {
-    Failure::from_error(INPUT, &error)
+    sandbox_failure(&error)
 }
 
 fn told(what: &str, image: &StoredImage) -> String {
@@ -91,8 +96,8 @@ fn told(what: &str, image: &StoredImage) -> String {
     )
 }
 
-fn list(images: &[StoredImage]) -> String {
-    if images.is_empty() {
+fn list(images: &[StoredImage], broken: &[(String, SandboxError)]) -> String {
+    if images.is_empty() && broken.is_empty() {
         return "no images; bring one in with `drillyard image import PATH`, or build one from a recipe\n"
             .to_owned();
     }
@@ -108,5 +113,60 @@ fn list(images: &[StoredImage]) -> String {
             image.system
         );
     }
+    for (digest, error) in broken {
+        let short: String = digest.chars().take(12).collect();
+        let _ = writeln!(
+            text,
+            "{short}  cannot be read: {error}; drop it with `drillyard image remove {short}`"
+        );
+    }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use drillyard_stage::exit::{OUTPUT, REFUSED, USAGE};
+    use std::io::{Error, ErrorKind};
+
+    #[test]
+    fn each_kind_of_error_has_the_code_the_readme_gives_it() {
+        let text = || String::from("x");
+        let image = SandboxError::Image {
+            subject: text(),
+            message: text(),
+        };
+        let setup = SandboxError::Setup {
+            command: text(),
+            outcome: "error",
+            said: text(),
+        };
+        let config = SandboxError::Config {
+            field: "cpus",
+            message: text(),
+        };
+        let unable = SandboxError::Unable {
+            step: text(),
+            message: text(),
+            remedy: text(),
+        };
+        for (error, code) in [
+            (image, INPUT),
+            (setup, INPUT),
+            (config, USAGE),
+            (SandboxError::LimitsDoNotHold { limits: text() }, REFUSED),
+            (Error::from(ErrorKind::StorageFull).into(), OUTPUT),
+            (Error::from(ErrorKind::QuotaExceeded).into(), OUTPUT),
+            (Error::from(ErrorKind::PermissionDenied).into(), OUTPUT),
+            (Error::from(ErrorKind::ReadOnlyFilesystem).into(), OUTPUT),
+            (Error::from(ErrorKind::NotFound).into(), ENVIRONMENT),
+            (SandboxError::Tool { message: text() }, ENVIRONMENT),
+            (SandboxError::NoHelper { looked: text() }, ENVIRONMENT),
+            (SandboxError::NoEngine { tried: text() }, ENVIRONMENT),
+            (unable, ENVIRONMENT),
+        ] {
+            let said = error.to_string();
+            assert_eq!(failure(error).code, code, "{said}");
+        }
+    }
 }

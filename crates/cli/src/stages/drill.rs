@@ -340,6 +340,9 @@ pub(crate) fn sandbox_failure(error: &drillyard_sandbox::SandboxError) -> Failur
     let code = match error {
         SandboxError::Config { .. } => USAGE,
         SandboxError::LimitsDoNotHold { .. } => REFUSED,
+        // An image that is named, its source, a recipe or its commands.
+        SandboxError::Image { .. } | SandboxError::Setup { .. } => INPUT,
+        _ if error.is_full_or_forbidden() => OUTPUT,
         _ => ENVIRONMENT,
     };
     Failure::from_error(code, error)
@@ -352,7 +355,7 @@ pub(crate) fn sandbox_failure(error: &drillyard_sandbox::SandboxError) -> Failur
 pub(crate) fn image_store(pipeline: &Pipeline) -> Result<ImageStore, Failure> {
     let dir = absolute(&pipeline.yard)?;
     fs_err::create_dir_all(&dir).map_err(|e| output(&dir, &e))?;
-    ImageStore::open(dir).map_err(|e| Failure::from_error(INPUT, &e))
+    ImageStore::open(dir).map_err(|e| sandbox_failure(&e))
 }
 
 /// The settings of the sandboxes as the sandbox crate takes them.
@@ -383,7 +386,7 @@ pub(crate) fn sandbox_config(pipeline: &Pipeline) -> Result<SandboxConfig, Failu
         } else {
             image_store(pipeline)?
                 .find(&settings.image)
-                .map_err(|e| Failure::from_error(INPUT, &e).hint("`drillyard image list` shows those there are, `drillyard image import PATH` brings one in"))?
+                .map_err(|e| sandbox_failure(&e).hint("`drillyard image list` shows those there are, `drillyard image import PATH` brings one in"))?
                 .image()
         },
         cache_dir: Some(absolute(&pipeline.yard)?.join("cache")),

@@ -3,11 +3,12 @@
 //! ```text
 //! DIR/images/<digest>/rootfs/       the tree, owned by whoever unpacked it
 //! DIR/images/<digest>/image.json    name, source, size, tool versions, recipe
-//! DIR/images/.new-<pid>-<start>-<n> being unpacked; of a dead program: swept at the next opening
+//! DIR/images/.new-<pid>-<n>         being written, see `unfinished`; what nobody holds is swept at the next opening
 //! ```
 //!
 //! A digest says what is in a tree and nothing of where it came from, so a directory, a tar of it and a container
-//! image of it are one image. An image appears by a rename once it is whole and on the disk.
+//! image of it are one image. An image appears by a rename once it is whole and on the disk, and only then it has a name.
+//! The lock on its directory tells whether it is in use; its record is replaced by a rename.
 
 mod archive;
 mod recipe;
@@ -15,20 +16,21 @@ pub(crate) mod tree;
 
 use std::collections::BTreeMap;
 use std::io;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::OwnedFd;
+use std::time::Duration;
 
 use camino::{Utf8Path, Utf8PathBuf};
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{CWD, FileType, Mode, OFlags, fstat, openat};
 use serde::{Deserialize, Serialize};
 
 pub use recipe::{Recipe, RecipeFile};
 pub use tree::Caps as ImageCaps;
 
+use crate::unfinished::{self, Unfinished};
 use crate::{Image, SandboxError};
 use tree::Writer;
 
 const VERSION: u32 = 1;
-static TEMPORARIES: AtomicU64 = AtomicU64::new(0);
 
 /// An image in a store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,17 +90,52 @@ pub(crate) fn problem(subject: impl Into<String>, message: impl ToString) -> San
     }
 }
 
+/// What is wrong with an image, or with the disk it lies on.
+pub(crate) fn failed(subject: &str, error: io::Error) -> SandboxError {
+    if SandboxError::is_of_the_disk(error.kind()) {
+        io::Error::new(error.kind(), format!("image {subject}: {error}")).into()
+    } else {
+        problem(subject, error)
+    }
+}
+
+/// Longest name of an image, in bytes.
+const MAX_NAME: usize = 128;
+
+/// Why an image cannot be called this. Names are shown on terminals, and stand where digests may.
+fn wrong_name(name: &str) -> Option<String> {
+    let shown: String = name.chars().take(MAX_NAME).collect();
+    let odd = |c: char| !(c.is_alphanumeric() || "._-+:/@~".contains(c));
+    if name.is_empty() || name.len() > MAX_NAME || name.contains(odd) {
+        Some(format!(
+            "{shown:?} is no name: up to {MAX_NAME} letters, digits and ._-+:/@~"
+        ))
+    } else if may_be_digest(name) {
+        Some(format!("{shown:?} may be read as a digest"))
+    } else {
+        None
+    }
+}
+
+/// Whether this may be meant as (the beginning of) a digest.
+fn may_be_digest(text: &str) -> bool {
+    (8..=64).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+fn is_digest(text: &str) -> bool {
+    text.len() == 64 && may_be_digest(text)
+}
+
 impl ImageStore {
-    /// Opens the store in a directory, which is made if missing, and sweeps what dead programs left half-done.
+    /// Opens the store in a directory, which is made if missing, and sweeps what ended programs left half-done.
     pub fn open(dir: impl Into<Utf8PathBuf>) -> Result<Self, SandboxError> {
-        let dir = dir.into();
-        fs_err::create_dir_all(&dir)?;
-        // Absolute: the store's paths go into configurations.
-        let images = dir.canonicalize_utf8()?.join("images");
+        let images = dir.into().join("images");
         fs_err::create_dir_all(&images)?;
+        // Absolute and no link: the store's paths go into configurations.
+        let images = images.canonicalize_utf8()?;
         let only_owner = std::os::unix::fs::PermissionsExt::from_mode(0o700);
         fs_err::set_permissions(&images, only_owner)?;
-        sweep(&images)?;
+        unfinished::sweep(&images)?;
         Ok(Self {
             dir: images,
             caps: ImageCaps::default(),
@@ -115,17 +152,34 @@ impl ImageStore {
     /// Takes in a directory, a tar of a root file system (plain, gzip or zstd; `docker export` writes one), or an archive
     /// with layers (`docker save`, OCI). Without a name the archive's own or the path's last part serves.
     pub fn import(&self, from: &Utf8Path, name: Option<&str>) -> Result<StoredImage, SandboxError> {
-        let failed = |e: io::Error| problem(from.as_str(), e);
-        let new = self.temporary()?;
-        let mut writer = Writer::new(&new.rootfs, self.caps).map_err(failed)?;
-        let (source, given, left_out) = if from.is_dir() {
-            let root = tree::open_root(from).map_err(failed)?;
-            let left_out = tree::copy(&root, &mut writer).map_err(failed)?;
+        let failed = |e: io::Error| failed(from.as_str(), e);
+        // Once: what is looked at is what is taken in. A pipe would wait here for whoever writes it.
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
+        let opened = openat(CWD, from.as_str(), flags, Mode::empty())
+            .map_err(io::Error::from)
+            .map_err(failed)?;
+        let kind = FileType::from_raw_mode(fstat(&opened).map_err(io::Error::from)?.st_mode);
+        if !matches!(kind, FileType::Directory | FileType::RegularFile) {
+            return Err(problem(
+                from.as_str(),
+                format!(
+                    "neither a directory nor a regular file, and an archive is read twice; \
+                     write it to a file first: cat {from} > image.tar"
+                ),
+            ));
+        }
+        if let Some(wrong) = name.and_then(wrong_name) {
+            return Err(problem(from.as_str(), wrong));
+        }
+        let new = self.new_tree()?;
+        let mut writer = new.writer(self.caps).map_err(failed)?;
+        let (source, given, left_out) = if kind == FileType::Directory {
+            let left_out = tree::copy(&opened, &mut writer).map_err(failed)?;
             ("directory", None, left_out)
         } else {
-            let scratch = new.dir.join("archive");
+            let scratch = new.dir().join("archive");
             let (kind, given, left_out) =
-                archive::unpack(from, &scratch, &mut writer, self.caps).map_err(failed)?;
+                archive::unpack(opened.into(), &scratch, &mut writer, self.caps).map_err(failed)?;
             let source = match kind {
                 archive::Kind::RootFs => "tar",
                 archive::Kind::Docker => "docker archive",
@@ -139,31 +193,61 @@ impl ImageStore {
             .or(given)
             .or_else(|| from.file_stem().map(str::to_owned))
             .unwrap_or_else(|| "image".to_owned());
+        if let Some(wrong) = wrong_name(&name) {
+            return Err(problem(
+                from.as_str(),
+                format!("{wrong}; give it another name"),
+            ));
+        }
         self.keep(&new, &name, source, left_out, None)
     }
 
-    /// Every image, sorted by name.
+    /// Every image that can be read, sorted by name; see [`ImageStore::broken`] for the others.
     pub fn list(&self) -> Result<Vec<StoredImage>, SandboxError> {
-        let mut images = Vec::new();
-        for entry in self.dir.read_dir_utf8()? {
-            let entry = entry?;
-            if !entry.file_name().starts_with('.') {
-                images.push(self.load(entry.file_name())?);
-            }
-        }
+        let digests = self.digests()?;
+        let mut images: Vec<_> = digests.iter().filter_map(|d| self.load(d).ok()).collect();
         images.sort_by(|a, b| (&a.name, &a.digest).cmp(&(&b.name, &b.digest)));
         Ok(images)
     }
 
-    /// An image by its name, its digest, or the beginning of its digest (eight characters or more).
-    pub fn find(&self, wanted: &str) -> Result<StoredImage, SandboxError> {
-        let mut found: Vec<_> = self
-            .list()?
-            .into_iter()
-            .filter(|i| i.name == wanted || wanted.len() >= 8 && i.digest.starts_with(wanted))
-            .collect();
+    /// Digests of the images whose record can't be read, and why. They can be removed, or made whole by another import.
+    pub fn broken(&self) -> Result<Vec<(String, SandboxError)>, SandboxError> {
+        let mut broken = Vec::new();
+        for digest in self.digests()? {
+            if let Err(error) = self.load(&digest)
+                && self.dir.join(&digest).is_dir()
+            {
+                broken.push((digest, error));
+            }
+        }
+        Ok(broken)
+    }
+
+    fn digests(&self) -> Result<Vec<String>, SandboxError> {
+        let mut digests = Vec::new();
+        for entry in self.dir.read_dir_utf8()? {
+            let entry = entry?;
+            if is_digest(entry.file_name()) {
+                digests.push(entry.file_name().to_owned());
+            }
+        }
+        digests.sort();
+        Ok(digests)
+    }
+
+    /// The digest of an image, of one that can't be read too, by its name, its digest, or the beginning of its digest
+    /// (eight characters or more). A whole digest is that and nothing else.
+    pub fn digest_of(&self, wanted: &str) -> Result<String, SandboxError> {
+        let mut found = self.digests()?;
+        if let Some(digest) = found.iter().find(|d| *d == wanted) {
+            return Ok(digest.clone());
+        }
+        found.retain(|digest| {
+            wanted.len() >= 8 && digest.starts_with(wanted)
+                || self.load(digest).is_ok_and(|i| i.name == wanted)
+        });
         match (found.pop(), found.len()) {
-            (Some(image), 0) => Ok(image),
+            (Some(digest), 0) => Ok(digest),
             (None, _) => Err(problem(wanted, format!("no such image in {}", self.dir))),
             (Some(_), more) => Err(problem(
                 wanted,
@@ -172,11 +256,16 @@ impl ImageStore {
         }
     }
 
+    /// An image by what [`ImageStore::digest_of`] takes.
+    pub fn find(&self, wanted: &str) -> Result<StoredImage, SandboxError> {
+        self.load(&self.digest_of(wanted)?)
+    }
+
     /// Whether an image still is what its digest says.
     pub fn verify(&self, digest: &str) -> Result<(), SandboxError> {
         let image = self.load(digest)?;
         let root = tree::open_root(&image.rootfs)?;
-        let now = tree::digest(&root).map_err(|e| problem(digest, e))?;
+        let now = tree::digest(&root).map_err(|e| failed(digest, e))?;
         if now == digest {
             Ok(())
         } else {
@@ -191,15 +280,11 @@ impl ImageStore {
 
     /// Removes an image that no pool uses.
     pub fn remove(&self, digest: &str) -> Result<(), SandboxError> {
-        let image = self.load(digest)?;
-        let lock = fs_err::File::open(record(&image.rootfs))?;
-        if !lock_alone(lock.file()) {
-            return Err(problem(digest, "in use by a pool; close that first"));
+        let dir = self.place(digest)?;
+        match unfinished::alone(&dir, true)? {
+            Some(alone) => Ok(unfinished::remove(&dir, alone)?),
+            None => Err(problem(digest, "in use by a pool; close that first")),
         }
-        // Out of sight at once; a program that dies half-way leaves what the next opening sweeps.
-        let old = self.dir.join(temporary_name()?);
-        fs_err::rename(self.dir.join(&image.digest), &old)?;
-        Ok(fs_err::remove_dir_all(old)?)
     }
 
     /// Puts tool versions into an image's record.
@@ -210,21 +295,22 @@ impl ImageStore {
     ) -> Result<(), SandboxError> {
         let mut image = self.load(digest)?;
         image.tools = tools;
-        self.write(&image)
+        self.write_record(&self.place(digest)?, &image)
     }
 
-    fn write(&self, image: &StoredImage) -> Result<(), SandboxError> {
-        write_record(&record(&self.load(&image.digest)?.rootfs), image)
+    /// Where an image lies, whether its record can be read or not.
+    fn place(&self, digest: &str) -> Result<Utf8PathBuf, SandboxError> {
+        let dir = self.dir.join(digest);
+        if is_digest(digest) && dir.is_dir() {
+            Ok(dir)
+        } else {
+            Err(problem(digest, format!("no such image in {}", self.dir)))
+        }
     }
 
     fn load(&self, digest: &str) -> Result<StoredImage, SandboxError> {
-        let whole = digest.len() == 64 && digest.bytes().all(|b| b.is_ascii_hexdigit());
-        let dir = self.dir.join(digest);
-        if !whole || !dir.is_dir() {
-            return Err(problem(digest, format!("no such image in {}", self.dir)));
-        }
-        let rootfs = dir.join("rootfs");
-        let text = fs_err::read(record(&rootfs))?;
+        let rootfs = self.place(digest)?.join("rootfs");
+        let text = fs_err::read(record(&rootfs)).map_err(|e| failed(digest, e))?;
         let mut image: StoredImage = serde_json::from_slice(&text)
             .map_err(|e| problem(digest, format!("image.json: {e}")))?;
         if image.version != VERSION {
@@ -236,21 +322,22 @@ impl ImageStore {
                 ),
             ));
         }
+        digest.clone_into(&mut image.digest);
         image.rootfs = rootfs;
         Ok(image)
     }
 
-    fn temporary(&self) -> Result<Temporary, SandboxError> {
-        let dir = self.dir.join(temporary_name()?);
-        let rootfs = dir.join("rootfs");
-        fs_err::create_dir_all(&rootfs)?;
-        Ok(Temporary { dir, rootfs })
+    fn new_tree(&self) -> Result<NewTree, SandboxError> {
+        let place = Unfinished::dir(&self.dir)?;
+        let rootfs = place.path().join("rootfs");
+        fs_err::create_dir(&rootfs)?;
+        Ok(NewTree { place, rootfs })
     }
 
-    /// Gives a finished tree its digest and its place.
+    /// Gives a finished tree its digest, its name and its place.
     fn keep(
         &self,
-        new: &Temporary,
+        new: &NewTree,
         name: &str,
         source: &str,
         left_out: u64,
@@ -265,8 +352,8 @@ impl ImageStore {
             }
             Ok(())
         })
-        .map_err(|e| problem(name, e))?;
-        let digest = tree::digest(&root).map_err(|e| problem(name, e))?;
+        .map_err(|e| failed(name, e))?;
+        let digest = tree::digest(&root).map_err(|e| failed(name, e))?;
         let place = self.dir.join(&digest);
         let image = StoredImage {
             version: VERSION,
@@ -276,112 +363,86 @@ impl ImageStore {
             bytes,
             entries,
             left_out,
-            system: system(&new.rootfs),
+            system: system(&root),
             tools: BTreeMap::new(),
             recipe,
             rootfs: place.join("rootfs"),
         };
-        write_record(&record(&new.rootfs), &image)?;
-        match rustix::fs::rename(new.dir.as_str(), place.as_str()) {
-            Ok(()) => rustix::fs::fsync(tree::open_root(&self.dir)?).map_err(io::Error::from)?,
-            // The same tree is there already: its record stays, under the new name.
-            Err(rustix::io::Errno::NOTEMPTY | rustix::io::Errno::EXIST) => {
-                let mut there = self.load(&image.digest)?;
-                there.name.clone_from(&image.name);
-                write_record(&record(&there.rootfs), &there)?;
-                return Ok(there);
+        self.write_record(new.dir(), &image)?;
+        // The same tree may be there already, or just be going.
+        for _ in 0..100 {
+            if new.place.publish(&place)? {
+                return Ok(image);
             }
-            Err(error) => return Err(problem(place.as_str(), io::Error::from(error))),
+            if !image.rootfs.is_dir() && place.is_dir() {
+                self.remove(&image.digest)?;
+                continue;
+            }
+            match unfinished::hold(&place) {
+                Ok(Some(_held)) => {
+                    // Its record stays, where it can be read, under the new name.
+                    let kept = match self.load(&image.digest) {
+                        Ok(there) => StoredImage {
+                            name: image.name,
+                            ..there
+                        },
+                        Err(_) => image,
+                    };
+                    self.write_record(&place, &kept)?;
+                    return Ok(kept);
+                }
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error.into()),
+                _ => std::thread::sleep(Duration::from_millis(10)),
+            }
         }
-        Ok(image)
+        Err(problem(name, "the same image is being removed"))
+    }
+
+    /// By a rename: whoever reads it meanwhile gets the old record or the new one, also where this program is killed.
+    fn write_record(&self, dir: &Utf8Path, image: &StoredImage) -> Result<(), SandboxError> {
+        let mut text = serde_json::to_vec_pretty(image).map_err(io::Error::from)?;
+        text.push(b'\n');
+        let new = Unfinished::file(&self.dir, &text)?;
+        new.publish(&dir.join("image.json"))?;
+        Ok(())
     }
 }
 
 /// A tree not yet whole; goes when dropped.
-struct Temporary {
-    dir: Utf8PathBuf,
+struct NewTree {
+    place: Unfinished,
     rootfs: Utf8PathBuf,
 }
 
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        let _ = fs_err::remove_dir_all(&self.dir);
+impl NewTree {
+    fn dir(&self) -> &Utf8Path {
+        self.place.path()
+    }
+
+    fn writer(&self, caps: ImageCaps) -> io::Result<Writer> {
+        Writer::new(&self.rootfs, caps)
     }
 }
 
 /// The record beside a root file system.
-pub(crate) fn record(rootfs: &Utf8Path) -> Utf8PathBuf {
+fn record(rootfs: &Utf8Path) -> Utf8PathBuf {
     rootfs.with_file_name("image.json")
 }
 
-/// Locks a record against all use; false if it is in use. A process that this program starts holds every open file for
-/// the moment until it executes, hence a little patience.
-pub(crate) fn lock_alone(record: &std::fs::File) -> bool {
-    for _ in 0..50 {
-        if flock(record, FlockOperation::NonBlockingLockExclusive).is_ok() {
-            return true;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(5));
-    }
-    false
-}
-
-/// Marks an image as in use for as long as the file is held; a root file system outside a store has no record to hold.
-pub(crate) fn hold(rootfs: &Utf8Path) -> Result<Option<std::fs::File>, SandboxError> {
-    let path = record(rootfs);
-    if !path.exists() {
+/// Marks an image as in use for as long as the result is held; a root file system outside a store is nobody's to remove.
+pub(crate) fn hold(rootfs: &Utf8Path) -> Result<Option<OwnedFd>, SandboxError> {
+    let Some(dir) = rootfs.parent().filter(|_| record(rootfs).exists()) else {
         return Ok(None);
-    }
-    let file = fs_err::File::open(&path)?;
-    flock(&file, FlockOperation::NonBlockingLockShared)
-        .map_err(|_| problem(rootfs.as_str(), "it is being removed"))?;
-    Ok(Some(file.into()))
-}
-
-/// In place: a pool may hold the record's lock, which a rename would leave on the old file.
-fn write_record(path: &Utf8Path, image: &StoredImage) -> Result<(), SandboxError> {
-    let mut text = serde_json::to_vec_pretty(image).map_err(io::Error::from)?;
-    text.push(b'\n');
-    fs_err::write(path, text)?;
-    Ok(fs_err::File::open(path)?.sync_all()?)
-}
-
-/// A name no other living program uses.
-pub(crate) fn temporary_name() -> Result<String, SandboxError> {
-    let n = TEMPORARIES.fetch_add(1, Ordering::Relaxed);
-    Ok(format!(".new-{}-{n}", crate::local::owner()?))
-}
-
-/// Removes what dead programs left half-done.
-pub(crate) fn sweep(dir: &Utf8Path) -> Result<(), SandboxError> {
-    for entry in dir.read_dir_utf8()? {
-        let entry = entry?;
-        let mut parts = match entry.file_name().strip_prefix(".new-") {
-            Some(rest) => rest.split('-'),
-            None => continue,
-        };
-        let alive = match (parts.next(), parts.next()) {
-            (Some(pid), Some(start)) => pid
-                .parse()
-                .is_ok_and(|pid| crate::local::started(pid).as_deref() == Some(start)),
-            _ => false,
-        };
-        if !alive {
-            // Another program may be sweeping too.
-            match fs_err::remove_dir_all(entry.path()) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e.into()),
-                _ => {}
-            }
-        }
-    }
-    Ok(())
+    };
+    let held = unfinished::hold(dir)?;
+    held.map(Some)
+        .ok_or_else(|| problem(rootfs.as_str(), "it is being removed"))
 }
 
 /// The distribution's name; nothing is followed out of the tree for it.
-pub(crate) fn system(rootfs: &Utf8Path) -> String {
+pub(crate) fn system(root: &OwnedFd) -> String {
     use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
     let read = || -> io::Result<String> {
-        let root = tree::open_root(rootfs)?;
         let file = openat2(
             root,
             "etc/os-release",

@@ -5,11 +5,12 @@ use std::io;
 use std::process::{Command, Stdio};
 
 use camino::{Utf8Path, Utf8PathBuf};
+use drillyard_sandbox_init::time::nanoseconds;
 use serde::Deserialize;
 
 use super::tree::{self, Writer};
-use super::{ImageStore, StoredImage, problem};
-use crate::{Call, CallOutcome, Pool, SandboxConfig, SandboxError, Setup};
+use super::{ImageStore, NewTree, StoredImage, failed, problem, wrong_name};
+use crate::{Call, CallOutcome, Image, Pool, SandboxConfig, SandboxError, Setup};
 
 /// How to build an image, as a small TOML file:
 ///
@@ -63,6 +64,9 @@ impl Recipe {
     pub fn parse(text: &str) -> Result<Self, SandboxError> {
         let mut recipe: Self = toml::from_str(text).map_err(|e| problem("the recipe", e))?;
         text.clone_into(&mut recipe.text);
+        if let Some(wrong) = wrong_name(&recipe.name) {
+            return Err(problem("the recipe", format!("name: {wrong}")));
+        }
         for file in &recipe.files {
             if !file.to.starts_with('/') {
                 let message = format!("files: '{}' is not absolute", file.to);
@@ -98,35 +102,34 @@ impl ImageStore {
         sandbox: &SandboxConfig,
         progress: &mut (dyn FnMut(&str) + Send),
     ) -> Result<StoredImage, SandboxError> {
-        let there = self.list()?;
+        // Nobody else sees it before it is whole: it has neither a name nor a digest until then.
         let base = self.base(recipe, progress)?;
-        if recipe.run.is_empty() {
-            return Ok(base);
-        }
-        let built = self.run(recipe, &base, sandbox, progress).await;
-        // What it was made of goes, unless it is an image of its own.
-        let kept = built.as_ref().is_ok_and(|b| b.digest == base.digest);
-        match there.iter().find(|i| i.digest == base.digest) {
-            Some(old) => self.write(old)?,
-            None if !kept => self.remove(&base.digest)?,
-            None => {}
-        }
-        built
+        let whole = if recipe.run.is_empty() {
+            base
+        } else {
+            self.run(recipe, &base, sandbox, progress).await?
+        };
+        self.keep(&whole, &recipe.name, "recipe", 0, Some(recipe.text()))
     }
 
     /// Runs a recipe's commands, each of which must succeed, and puts what they changed over the image so far.
     async fn run(
         &self,
         recipe: &Recipe,
-        base: &StoredImage,
+        base: &NewTree,
         sandbox: &SandboxConfig,
         progress: &mut (dyn FnMut(&str) + Send),
-    ) -> Result<StoredImage, SandboxError> {
-        let failed = |e: io::Error| problem(&recipe.name, e);
+    ) -> Result<NewTree, SandboxError> {
+        let failed = |e: io::Error| failed(&recipe.name, e);
+        let root = tree::open_root(&base.rootfs)?;
         let pool = Pool::start(SandboxConfig {
-            image: base.image(),
+            image: Image::RootFs {
+                dir: base.rootfs.clone(),
+                digest: tree::digest(&root).map_err(failed)?,
+            },
             pool_size: 0,
             host_paths: Vec::new(),
+            cache_dir: None,
             ..sandbox.clone()
         })
         .await?;
@@ -146,27 +149,28 @@ impl ImageStore {
         inside.close().await;
         drop(pool);
         progress("putting the image together");
-        let new = self.temporary()?;
-        let mut writer = Writer::new(&new.rootfs, self.caps).map_err(failed)?;
-        tree::copy(&tree::open_root(&base.rootfs)?, &mut writer).map_err(failed)?;
+        let new = self.new_tree()?;
+        let mut writer = new.writer(self.caps).map_err(failed)?;
+        tree::copy(&root, &mut writer).map_err(failed)?;
         changed.onto(&mut writer).map_err(failed)?;
         writer.finish().map_err(failed)?;
-        self.keep(&new, &recipe.name, "recipe", 0, Some(recipe.text()))
+        Ok(new)
     }
 
     /// Builds an image without running anything inside.
-    pub(super) fn base(
+    fn base(
         &self,
         recipe: &Recipe,
         progress: &mut dyn FnMut(&str),
-    ) -> Result<StoredImage, SandboxError> {
-        let failed = |e: io::Error| problem(&recipe.name, e);
-        let new = self.temporary()?;
-        let mut writer = Writer::new(&new.rootfs, self.caps).map_err(failed)?;
+    ) -> Result<NewTree, SandboxError> {
+        let failed = |e: io::Error| failed(&recipe.name, e);
+        let new = self.new_tree()?;
+        let mut writer = new.writer(self.caps).map_err(failed)?;
         writer.dir(b"", 0o755, None).map_err(failed)?;
         if recipe.from == "host-slice" {
             progress("copying programs of this host");
-            slice(&recipe.packages, &mut writer).map_err(failed)?;
+            let files = programs(&recipe.packages)?;
+            slice(files, &mut writer).map_err(failed)?;
         } else {
             let (distribution, suite) = recipe.from.split_once(':').unwrap_or((&recipe.from, ""));
             let plain = |s: &str| {
@@ -190,18 +194,18 @@ impl ImageStore {
                     format!("packages: '{odd}' is no name of a package"),
                 ));
             }
-            let boot = bootstrap(suite, mirror, &recipe.packages, &new.dir, progress)
-                .map_err(|e| problem(&recipe.name, e))?;
+            let boot = bootstrap(suite, mirror, &recipe.packages, new.dir(), progress)?;
             let root = tree::open_root(&boot).map_err(failed)?;
             tree::copy(&root, &mut writer).map_err(failed)?;
-            fs_err::remove_dir_all(&boot)?;
+            let above = tree::open_root(new.dir()).map_err(failed)?;
+            tree::remove_all(&above, BOOT.as_bytes(), 0).map_err(failed)?;
         }
         for file in &recipe.files {
             progress(&format!("putting {} in", file.to));
             put(file, &mut writer).map_err(failed)?;
         }
         writer.finish().map_err(failed)?;
-        self.keep(&new, &recipe.name, "recipe", 0, Some(recipe.text()))
+        Ok(new)
     }
 }
 
@@ -218,6 +222,9 @@ fn put(file: &RecipeFile, to: &mut Writer) -> io::Result<()> {
     let Some(from) = &file.from else {
         return Ok(());
     };
+    // What the recipe names may be a link; what lies in it is taken as it is.
+    let from = &fs_err::canonicalize(from)
+        .and_then(|path| Utf8PathBuf::from_path_buf(path).map_err(not_utf8))?;
     if !from.is_dir() {
         return copy_file(from, name, to);
     }
@@ -241,24 +248,32 @@ fn copy_file(from: &Utf8Path, name: &[u8], to: &mut Writer) -> io::Result<()> {
     let mut file = fs_err::File::open(from)?;
     let meta = file.metadata()?;
     let mode = std::os::unix::fs::MetadataExt::mode(&meta);
-    let mtime = tree::nanoseconds(std::os::unix::fs::MetadataExt::mtime(&meta), 0);
+    let mtime = nanoseconds(std::os::unix::fs::MetadataExt::mtime(&meta), 0);
     to.file(name, mode, Some(mtime), &mut file)
+}
+
+fn not_utf8(path: std::path::PathBuf) -> io::Error {
+    io::Error::other(format!("{}: the name is not UTF-8", path.display()))
+}
+
+/// Where programs lie on this host.
+fn programs(names: &[String]) -> Result<Vec<Utf8PathBuf>, SandboxError> {
+    let find = |name: &String| {
+        which(name).ok_or_else(|| SandboxError::Tool {
+            message: format!("packages: the program '{name}' is not on this host"),
+        })
+    };
+    names.iter().map(find).collect()
 }
 
 /// Copies programs of this host and all they load. Links on the way (of a merged /usr, of sonames, of alternatives)
 /// stay links.
-fn slice(programs: &[String], to: &mut Writer) -> io::Result<()> {
+fn slice(programs: Vec<Utf8PathBuf>, to: &mut Writer) -> io::Result<()> {
     let mut done = BTreeSet::new();
     for dir in ["tmp", "work", "proc", "dev", "run", "var", "etc"] {
         to.dir(dir.as_bytes(), 0o755, Some(0))?;
     }
-    for program in programs {
-        let path = which(program).ok_or_else(|| {
-            io::Error::new(
-                io::ErrorKind::NotFound,
-                format!("packages: the program '{program}' is not on this host"),
-            )
-        })?;
+    for path in programs {
         for needed in closure(&path)?.into_iter().chain([path]) {
             trace(&needed, to, &mut done, 0)?;
         }
@@ -321,8 +336,7 @@ fn trace(
         let meta = fs_err::symlink_metadata(&here)?;
         if meta.is_symlink() {
             let target = fs_err::read_link(&here)?;
-            let target = Utf8PathBuf::from_path_buf(target)
-                .map_err(|p| io::Error::other(format!("{}: the name is not UTF-8", p.display())))?;
+            let target = Utf8PathBuf::from_path_buf(target).map_err(not_utf8)?;
             if done.insert(here.clone()) {
                 to.link(&inside(&here), target.as_str().as_bytes(), Some(0))?;
             }
@@ -341,6 +355,9 @@ fn inside(path: &Utf8Path) -> Vec<u8> {
     path.as_str().trim_start_matches('/').as_bytes().to_vec()
 }
 
+/// Where a distribution's tree is put together, beside the image's own.
+const BOOT: &str = "boot";
+
 /// Has mmdebstrap or debootstrap make a tree beneath `dir`.
 fn bootstrap(
     suite: &str,
@@ -348,8 +365,8 @@ fn bootstrap(
     packages: &[String],
     dir: &Utf8Path,
     progress: &mut dyn FnMut(&str),
-) -> io::Result<Utf8PathBuf> {
-    let boot = dir.join("boot");
+) -> Result<Utf8PathBuf, SandboxError> {
+    let boot = dir.join(BOOT);
     let root = rustix::process::geteuid().is_root();
     let mut command = if which("mmdebstrap").is_some() {
         let mut command = Command::new("mmdebstrap");
@@ -360,14 +377,14 @@ fn bootstrap(
         command.arg("--variant=minbase");
         command
     } else {
-        return Err(io::Error::new(
-            io::ErrorKind::NotFound,
-            if root {
-                "packages need mmdebstrap or debootstrap; install one: apt-get install mmdebstrap"
-            } else {
-                "packages need mmdebstrap (debootstrap works as root only); install it: apt-get install mmdebstrap"
-            },
-        ));
+        let message = if root {
+            "packages need mmdebstrap or debootstrap; install one: apt-get install mmdebstrap"
+        } else {
+            "packages need mmdebstrap (debootstrap works as root only); install it: apt-get install mmdebstrap"
+        };
+        return Err(SandboxError::Tool {
+            message: message.to_owned(),
+        });
     };
     progress(&format!("installing packages of {suite}"));
     if !packages.is_empty() {
@@ -383,11 +400,13 @@ fn bootstrap(
         let said = String::from_utf8_lossy(&done.stderr);
         let last: Vec<&str> = said.lines().rev().take(5).collect();
         let last: Vec<&str> = last.into_iter().rev().collect();
-        return Err(io::Error::other(format!(
-            "{} failed: {}",
-            command.get_program().display(),
-            last.join("\n")
-        )));
+        return Err(SandboxError::Tool {
+            message: format!(
+                "{} failed: {}",
+                command.get_program().display(),
+                last.join("\n")
+            ),
+        });
     }
     Ok(boot)
 }

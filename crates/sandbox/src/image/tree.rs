@@ -8,6 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 
 use camino::Utf8Path;
+use drillyard_sandbox_init::time::{nanoseconds, seconds};
 use rustix::fs::{
     AtFlags, Dir, FileType, Mode, OFlags, ResolveFlags, Timespec, Timestamps, fchmod, fstat,
     linkat, mkdirat, openat, openat2, readlinkat, statat, symlinkat, unlinkat, utimensat,
@@ -34,7 +35,8 @@ impl Default for Caps {
 
 /// Deeper trees are refused.
 const MAX_DEPTH: usize = 256;
-const MAX_PATH: usize = 4096;
+/// What a system call takes, without the byte that ends it.
+pub const MAX_PATH: usize = 4095;
 
 fn refuse(name: &[u8], why: &str) -> io::Error {
     let name: String = String::from_utf8_lossy(name).chars().take(200).collect();
@@ -51,7 +53,7 @@ fn named<T, E: Into<io::Error>>(result: Result<T, E>, name: &[u8]) -> io::Result
 }
 
 /// The parts of a name; none for the root itself.
-fn parts(name: &[u8]) -> io::Result<Vec<&[u8]>> {
+pub fn parts(name: &[u8]) -> io::Result<Vec<&[u8]>> {
     if name.len() > MAX_PATH {
         return Err(refuse(name, "the name is too long"));
     }
@@ -192,6 +194,11 @@ impl Writer {
 
     /// A directory; one that is there keeps what it holds.
     pub fn dir(&mut self, name: &[u8], mode: u32, mtime: Option<i64>) -> io::Result<()> {
+        self.dir_over(name, mode, mtime).map(drop)
+    }
+
+    /// Like [`Writer::dir`]; tells whether it took the place of something that was no directory.
+    pub fn dir_over(&mut self, name: &[u8], mode: u32, mtime: Option<i64>) -> io::Result<bool> {
         let name = &parts(name)?.join(&b'/')[..];
         let at_last = if self.exact {
             mode & 0o7777
@@ -200,20 +207,21 @@ impl Writer {
         };
         self.last_touch.insert(name.to_vec(), (at_last, mtime));
         if name.is_empty() {
-            return Ok(());
+            return Ok(false);
         }
         self.count(name)?;
         let (dir, own) = self.parent(name)?;
         match statat(&dir, own, AtFlags::SYMLINK_NOFOLLOW) {
-            Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => {}
-            Ok(_) => {
-                self.last = None;
-                named(self.make_way(&dir, own), name)?;
+            Ok(stat) if FileType::from_raw_mode(stat.st_mode) == FileType::Directory => Ok(false),
+            there => {
+                if there.is_ok() {
+                    self.last = None;
+                    named(self.make_way(&dir, own), name)?;
+                }
                 named(mkdirat(&dir, own, Mode::from_raw_mode(0o700)), name)?;
+                Ok(there.is_ok())
             }
-            Err(_) => named(mkdirat(&dir, own, Mode::from_raw_mode(0o700)), name)?,
         }
-        Ok(())
     }
 
     /// What was to be set at last for a directory of this name, and those in it, is not: it goes.
@@ -357,18 +365,17 @@ impl Writer {
         )
     }
 
-    /// Names directly in a directory.
-    pub fn children(&self, name: &[u8]) -> io::Result<Vec<Vec<u8>>> {
-        match self.open(&parts(name)?) {
-            Ok(dir) => Ok(names(&openat(
-                &dir,
-                c".",
-                OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC,
-                Mode::empty(),
-            )?)?),
-            Err(Errno::NOENT) => Ok(Vec::new()),
-            Err(error) => named(Err(error), name),
-        }
+    /// A directory that is there, whatever links lead to it: what tells it from others, and it itself for reading.
+    pub fn directory(&self, name: &[u8]) -> io::Result<Option<((u64, u64), OwnedFd)>> {
+        let dir = match self.open(&parts(name)?) {
+            Ok(dir) => dir,
+            Err(Errno::NOENT) => return Ok(None),
+            Err(error) => return named(Err(error), name),
+        };
+        let stat = fstat(&dir)?;
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let readable = openat(&dir, c".", flags, Mode::empty())?;
+        Ok(Some(((stat.st_dev, stat.st_ino), readable)))
     }
 
     /// Sets the directories' times and brings everything to the disk.
@@ -402,6 +409,11 @@ pub const fn file_mode(mode: u32) -> u32 {
     mode & 0o777 | 0o400
 }
 
+/// A mode that lets the owner read and enter a directory; the kernel tells nobody else what is in it.
+pub const fn can_be_read(mode: u32) -> bool {
+    mode & 0o500 == 0o500
+}
+
 pub fn open_root(dir: &Utf8Path) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     openat(rustix::fs::CWD, dir.as_str(), flags, Mode::empty())
@@ -410,10 +422,8 @@ pub fn open_root(dir: &Utf8Path) -> io::Result<OwnedFd> {
 
 /// From nanoseconds.
 fn stamps(mtime: i64) -> Timestamps {
-    let time = Timespec {
-        tv_sec: mtime.div_euclid(1_000_000_000),
-        tv_nsec: mtime.rem_euclid(1_000_000_000),
-    };
+    let (tv_sec, tv_nsec) = seconds(mtime);
+    let time = Timespec { tv_sec, tv_nsec };
     Timestamps {
         last_access: time,
         last_modification: time,
@@ -435,11 +445,6 @@ pub fn is_file(root: &OwnedFd, path: &str) -> bool {
     )
     .and_then(|file| fstat(&file))
     .is_ok_and(|s| FileType::from_raw_mode(s.st_mode) == FileType::RegularFile)
-}
-
-/// A time of a file as one number.
-pub const fn nanoseconds(seconds: i64, rest: i64) -> i64 {
-    seconds.saturating_mul(1_000_000_000).saturating_add(rest)
 }
 
 /// Names in an open directory, without `.` and `..`, sorted.
@@ -466,20 +471,37 @@ pub fn open_file(dir: impl AsFd, name: &[u8]) -> rustix::io::Result<std::fs::Fil
     openat(dir, name, flags, Mode::empty()).map(std::fs::File::from)
 }
 
+/// Removes a file, or a directory with all it holds whatever its modes are; never what is mounted there.
 pub fn remove_all(dir: &OwnedFd, name: &[u8], depth: usize) -> io::Result<()> {
     match unlinkat(dir, name, AtFlags::empty()) {
         Ok(()) | Err(Errno::NOENT) => return Ok(()),
         Err(Errno::ISDIR | Errno::PERM) if depth <= 2 * MAX_DEPTH => {}
-        Err(error) => return Err(error.into()),
+        Err(error) => return named(Err(error), name),
     }
-    // One's own directory may forbid oneself.
-    let _ = rustix::fs::chmodat(dir, name, Mode::RWXU, AtFlags::empty());
     // Through a readable descriptor: the one at hand may be a mere path.
-    let sub = sub_dir(dir, name)?;
+    let open = || {
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        openat2(dir, name, flags, Mode::empty(), ResolveFlags::NO_XDEV)
+    };
+    // One's own directory may forbid oneself.
+    let sub = match open() {
+        Err(Errno::ACCESS) => {
+            rustix::fs::chmodat(dir, name, Mode::RWXU, AtFlags::empty())?;
+            open()
+        }
+        opened => opened,
+    };
+    let sub = match sub {
+        Err(Errno::XDEV) => return Err(refuse(name, "something is mounted there; unmount it")),
+        sub => named(sub, name)?,
+    };
+    let _ = fchmod(&sub, Mode::RWXU);
+    // All that can go does.
+    let mut removed = Ok(());
     for inner in names(&sub)? {
-        remove_all(&sub, &inner, depth + 1)?;
+        removed = removed.and(remove_all(&sub, &inner, depth + 1));
     }
-    Ok(unlinkat(dir, name, AtFlags::REMOVEDIR)?)
+    removed.and_then(|()| named(unlinkat(dir, name, AtFlags::REMOVEDIR), name))
 }
 
 /// What a walk over a tree sees.
@@ -503,13 +525,14 @@ pub enum What<'a> {
     Special,
 }
 
-/// Walks a tree in the order of its names, parents first, following no link and staying on its file system.
+/// Walks a tree in the order of its names, parents first, following no link. What lies on another file system is refused:
+/// left out it would be missed, and taken in it may have no end.
 pub fn walk(root: &OwnedFd, see: &mut dyn FnMut(&Seen<'_>) -> io::Result<()>) -> io::Result<()> {
     let device = fstat(root)?.st_dev;
     walk_in(root, device, &mut Vec::new(), 0, see)
 }
 
-/// Walks a layer, whose directories may forbid their owner; tells too whether a directory is opaque, and the time.
+/// Walks a layer; tells too whether a directory is opaque, and the time.
 pub fn walk_layer(
     root: &OwnedFd,
     see: &mut dyn FnMut(&Seen<'_>, bool, i64) -> io::Result<()>,
@@ -533,13 +556,7 @@ fn walk_layer_in(
         path.extend_from_slice(&name);
         match FileType::from_raw_mode(stat.st_mode) {
             FileType::Directory => {
-                let (sub, open) = match sub_dir(dir, &name) {
-                    Err(Errno::ACCESS) => {
-                        rustix::fs::chmodat(dir, &*name, Mode::RWXU, AtFlags::empty())?;
-                        (sub_dir(dir, &name)?, false)
-                    }
-                    sub => (sub?, true),
-                };
+                let sub = named(sub_dir(dir, &name), path)?;
                 let mut value = [0_u8; 8];
                 let opaque = rustix::fs::fgetxattr(&sub, c"user.overlay.opaque", &mut value)
                     .is_ok_and(|n| value[..n] == *b"y");
@@ -553,9 +570,6 @@ fn walk_layer_in(
                     mtime,
                 )?;
                 walk_layer_in(&sub, path, see)?;
-                if !open {
-                    fchmod(&sub, Mode::from_raw_mode(mode))?;
-                }
             }
             FileType::RegularFile => {
                 let size = stat.st_size as u64;
@@ -612,10 +626,12 @@ fn walk_in(
                     mode: dir_mode(mode),
                     what: What::Dir,
                 })?;
-                if stat.st_dev == device {
-                    let sub = named(sub_dir(dir, &name), path)?;
-                    walk_in(&sub, device, path, depth + 1, see)?;
+                if stat.st_dev != device {
+                    let why = "it lies on another file system; unmount it, or copy the tree to one place first";
+                    return Err(refuse(path, why));
                 }
+                let sub = named(sub_dir(dir, &name), path)?;
+                walk_in(&sub, device, path, depth + 1, see)?;
             }
             FileType::RegularFile => see(&Seen {
                 path,
@@ -644,6 +660,23 @@ fn walk_in(
         path.truncate(length);
     }
     Ok(())
+}
+
+/// What a file, directory or link takes of a disk beside its blocks: its inode and its name, about.
+const ENTRY_BYTES: u64 = 512;
+
+/// What a tree takes of the disk: holes cost nothing, many small files do.
+pub fn disk_bytes(root: &OwnedFd) -> io::Result<u64> {
+    let mut sum = 0_u64;
+    for name in names(root)? {
+        let stat = statat(root, &*name, AtFlags::SYMLINK_NOFOLLOW)?;
+        let blocks = (stat.st_blocks as u64).saturating_mul(512);
+        sum = sum.saturating_add(blocks).saturating_add(ENTRY_BYTES);
+        if FileType::from_raw_mode(stat.st_mode) == FileType::Directory {
+            sum = sum.saturating_add(disk_bytes(&named(sub_dir(root, &name), &name)?)?);
+        }
+    }
+    Ok(sum)
 }
 
 /// BLAKE3, in hexadecimal, over a tree's canonical listing: path, kind, mode, and content or target of each entry.
