@@ -23,7 +23,7 @@ use tokio::sync::Mutex;
 
 use common::{
     MIB, again, changes, children, descriptors, eventually, eventually_in, fresh, is_root, output,
-    pids, proc, shell, text,
+    pids, proc, sha256, shell, text,
 };
 
 fn small() -> SandboxConfig {
@@ -396,20 +396,16 @@ fn layered(dir: &Utf8Path, oci: bool) -> Utf8PathBuf {
     };
     let path = dir.join(if oci { "oci.tar" } else { "docker.tar" });
     let archive = if oci {
-        let sha = |bytes: &[u8]| -> String {
-            let digest = <sha2::Sha256 as sha2::Digest>::digest(bytes);
-            digest.iter().map(|b| format!("{b:02x}")).collect()
-        };
         let manifest = format!(
             r#"{{"layers":[{{"digest":"sha256:{}"}},{{"digest":"sha256:{}"}}]}}"#,
-            sha(&first),
-            sha(&second)
+            sha256(&first),
+            sha256(&second)
         );
         let index = format!(
             r#"{{"manifests":[{{"digest":"sha256:{}","annotations":{{"org.opencontainers.image.ref.name":"two:layers"}}}}]}}"#,
-            sha(manifest.as_bytes())
+            sha256(manifest.as_bytes())
         );
-        let place = |bytes: &[u8]| format!("blobs/sha256/{}", sha(bytes));
+        let place = |bytes: &[u8]| format!("blobs/sha256/{}", sha256(bytes));
         raw_tar(&[
             (b"oci-layout", Regular, br#"{"imageLayoutVersion":"1.0.0"}"#),
             (b"index.json", Regular, index.as_bytes()),

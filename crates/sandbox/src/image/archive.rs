@@ -6,9 +6,9 @@ use std::os::fd::OwnedFd;
 
 use camino::Utf8Path;
 use drillyard_sandbox_init::time::nanoseconds;
+use ring::digest::{self, SHA256, SHA512};
 use rustix::fs::{Mode, OFlags, ResolveFlags, openat2};
 use serde_json::Value;
-use sha2::{Digest, Sha256, Sha512};
 use tar::EntryType;
 
 use super::tree::{self, Caps, Writer};
@@ -228,8 +228,8 @@ impl Layout {
             && !self.checked.contains(name)
         {
             match algorithm {
-                "sha256" => check::<Sha256>(&mut file, name, hex)?,
-                "sha512" => check::<Sha512>(&mut file, name, hex)?,
+                "sha256" => check(&mut file, &SHA256, name, hex)?,
+                "sha512" => check(&mut file, &SHA512, name, hex)?,
                 other => {
                     return Err(invalid(format!(
                         "{name:?}: digests of the kind {other:?} cannot be checked; write the image with sha256"
@@ -261,8 +261,13 @@ impl Layout {
     }
 }
 
-fn check<D: Digest>(file: &mut std::fs::File, name: &str, expected: &str) -> io::Result<()> {
-    let mut hasher = D::new();
+fn check(
+    file: &mut std::fs::File,
+    kind: &'static digest::Algorithm,
+    name: &str,
+    expected: &str,
+) -> io::Result<()> {
+    let mut hasher = digest::Context::new(kind);
     let mut buffer = vec![0; 64 << 10];
     loop {
         match file.read(&mut buffer)? {
@@ -271,7 +276,8 @@ fn check<D: Digest>(file: &mut std::fs::File, name: &str, expected: &str) -> io:
         }
     }
     let found: String = hasher
-        .finalize()
+        .finish()
+        .as_ref()
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();

@@ -111,6 +111,11 @@ pub fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
+pub fn sha256(bytes: &[u8]) -> String {
+    let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
+    digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
+}
+
 /// The changes a call is said to have made.
 pub fn changes(result: &CallResult) -> Vec<(&str, Change)> {
     let changed = result.files_changed.iter();
