@@ -306,7 +306,13 @@ fn layered(dir: &Utf8Path, oci: bool) -> Utf8PathBuf {
     let archive = if oci {
         let sha = |bytes: &[u8]| -> String {
             let digest = <sha2::Sha256 as sha2::Digest>::digest(bytes);
-            digest.iter().map(|b| format!("{b:02x}")).collect()
+            let hex = digest.iter().map(|b| {
+                [
+                    char::from_digit(u32::from(b >> 4), 16),
+                    char::from_digit(u32::from(b & 15), 16),
+                ]
+            });
+            hex.flatten().flatten().collect()
         };
         let manifest = format!(
             r#"{{"layers":[{{"digest":"sha256:{}"}},{{"digest":"sha256:{}"}}]}}"#,

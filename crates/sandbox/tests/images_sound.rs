@@ -4,6 +4,7 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::fmt::Write as _;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -399,7 +400,7 @@ fn a_record_that_cannot_be_read_is_one_images_trouble() {
     let record = bad.rootfs.with_file_name("image.json");
     for half in ["", "{\"version\": 1, \"na", "{\"version\": 7}"] {
         std::fs::write(&record, half).unwrap();
-        assert_eq!(store.list().unwrap(), [good.clone()]);
+        assert_eq!(store.list().unwrap(), std::slice::from_ref(&good));
         let broken = store.broken().unwrap();
         assert_eq!(broken.len(), 1);
         assert!(
@@ -820,7 +821,13 @@ fn an_image_for_other_processors_is_refused_by_name() {
     };
     let sha = |bytes: &[u8]| -> String {
         let digest = <sha2::Sha256 as sha2::Digest>::digest(bytes);
-        digest.iter().map(|b| format!("{b:02x}")).collect()
+        let hex = digest.iter().map(|b| {
+            [
+                char::from_digit(u32::from(b >> 4), 16),
+                char::from_digit(u32::from(b & 15), 16),
+            ]
+        });
+        hex.flatten().flatten().collect()
     };
     // An index of manifests, each for a platform (or saying nothing) and with a configuration that says one.
     let oci = |platforms: &[(&str, &str)], damage: bool| {
@@ -969,10 +976,10 @@ fn names_are_plain_and_a_digest_is_a_digest() {
 }
 
 fn json_text(text: &str) -> String {
-    let escaped: String = text
-        .encode_utf16()
-        .map(|unit| format!("\\u{unit:04x}"))
-        .collect();
+    let mut escaped = String::new();
+    for unit in text.encode_utf16() {
+        write!(escaped, "\\u{unit:04x}").unwrap();
+    }
     format!("\"{escaped}\"")
 }
 
