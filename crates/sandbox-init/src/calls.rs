@@ -299,7 +299,7 @@ fn call(
     let end = watch(
         inside,
         first,
-        started + timeout,
+        later(started, timeout),
         [&mut stdout, &mut stderr],
         &mut used,
         limit,
@@ -431,6 +431,11 @@ fn call(
     })
 }
 
+/// A moment some time after another; one that no clock will show is now.
+fn later(than: Instant, by: Duration) -> Instant {
+    than.checked_add(by).unwrap_or(than)
+}
+
 fn since(now: Option<u64>, then: Option<u64>) -> Option<u64> {
     now.zip(then).map(|(now, then)| now.saturating_sub(then))
 }
@@ -450,7 +455,7 @@ fn watch(
         if now >= deadline {
             return End::Timeout;
         }
-        wait(inside, stdout, stderr, deadline - now);
+        wait(inside, stdout, stderr, deadline.duration_since(now));
         if stdout.drain(limit, buffer) | stderr.drain(limit, buffer) {
             return End::Output;
         }
@@ -523,7 +528,7 @@ fn finish(
     if end == End::Timeout {
         let _ = sys::kill(-1, libc::SIGTERM);
         let _ = sys::kill(-1, libc::SIGCONT);
-        let until = Instant::now() + GRACE;
+        let until = later(Instant::now(), GRACE);
         loop {
             let left = until.saturating_duration_since(Instant::now());
             if used.reap(first) {
@@ -538,7 +543,7 @@ fn finish(
             }
         }
     }
-    let until = Instant::now() + UNKILLABLE;
+    let until = later(Instant::now(), UNKILLABLE);
     let mut finished = Finished {
         survivors: end == End::Finished,
         hard: end != End::Finished,

@@ -672,7 +672,7 @@ fn sweep(base: &str) -> u64 {
         }
         empty(&entry.path());
         if fs::remove_dir(entry.path()).is_ok() {
-            swept += 1;
+            swept = u64::saturating_add(swept, 1);
         }
     }
     swept
@@ -704,7 +704,7 @@ fn start_time(pid: &str) -> Option<String> {
     let pid: u32 = pid.parse().ok()?;
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The name, in brackets, may hold anything; fields are counted after its end.
-    let rest = &stat[stat.rfind(')')? + 1..];
+    let (_, rest) = stat.rsplit_once(')')?;
     rest.split_whitespace().nth(19).map(str::to_owned)
 }
 

@@ -279,7 +279,7 @@ pub fn state(digest: &str, paths: &[Utf8PathBuf]) -> String {
                 stat.st_ino,
                 stat.st_size as u64,
                 stat.st_ctime as u64,
-                stat.st_ctime_nsec as u64,
+                stat.st_ctime_nsec,
             ] {
                 hasher.update(&number.to_le_bytes());
             }

@@ -95,6 +95,10 @@ fn no_layer(key: &str, message: impl ToString) -> SandboxError {
 }
 
 /// What a layer cannot hold is refused; everything else is the disk's fault.
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "an error, as map_err gives it"
+)]
 fn failed(key: &str, error: io::Error) -> SandboxError {
     match error.kind() {
         io::ErrorKind::InvalidData | io::ErrorKind::InvalidFilename => SandboxError::Refused {

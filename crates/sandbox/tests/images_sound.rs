@@ -4,19 +4,20 @@
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
+use std::fmt::Write as _;
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
-use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use camino::{Utf8Path, Utf8PathBuf};
 use drillyard_sandbox::{
-    Call, CallOutcome, Image, ImageCaps, ImageStore, Limits, Pool, Recipe, Sandbox, SandboxConfig,
-    SandboxError, Setup, StoredImage,
+    Call, Image, ImageCaps, ImageStore, Limits, Pool, Recipe, SandboxConfig, SandboxError, Setup,
+    StoredImage,
 };
 use tar::EntryType::{Directory, Fifo, Regular};
 
-const MIB: u64 = 1 << 20;
+use common::{MIB, is_root, output, sha256};
+
 /// Says to a process of this program which part of a test it plays, and where.
 const PART: &str = "DRILLYARD_TEST_PART";
 
@@ -46,19 +47,6 @@ impl Place {
     fn path(&self) -> Utf8PathBuf {
         Utf8PathBuf::from_path_buf(self.0.path().to_owned()).unwrap()
     }
-}
-
-fn is_root() -> bool {
-    rustix::process::geteuid().is_root()
-}
-
-async fn output(sandbox: &mut Sandbox, command: &str) -> String {
-    let result = sandbox.call(Call::shell(command)).await.unwrap();
-    let said = String::from_utf8_lossy(&result.stderr);
-    assert_eq!(result.outcome, CallOutcome::Ok, "{command}: {said}");
-    String::from_utf8_lossy(&result.stdout)
-        .trim_end()
-        .to_owned()
 }
 
 async fn cached(dir: &Utf8Path, image: Image) -> Pool {
@@ -170,39 +158,7 @@ fn wait_for(path: &Utf8Path) {
 
 #[tokio::test]
 async fn also_as_an_ordinary_user() {
-    const USER: u32 = 64_322;
-    if !is_root() {
-        return;
-    }
-    // Copies that another user can reach, wherever this was built.
-    let dir = tempfile::tempdir_in("/var/tmp").unwrap();
-    let exe = std::env::current_exe().unwrap();
-    let helpers = exe
-        .ancestors()
-        .map(|a| a.join("helpers"))
-        .find(|h| h.join("drillyard-sandbox-init").exists())
-        .or_else(|| std::env::var_os("DRILLYARD_HELPERS").map(Into::into))
-        .unwrap();
-    let copy = dir.path().join("tests");
-    std::fs::copy(&exe, &copy).unwrap();
-    for name in ["drillyard-sandbox-init", "drillyard-sql-tool"] {
-        std::fs::copy(helpers.join(name), dir.path().join(name)).unwrap();
-    }
-    std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o755)).unwrap();
-    let done = Command::new(copy)
-        .env_clear()
-        .env("DRILLYARD_HELPERS", dir.path())
-        .env("PATH", "/usr/bin:/bin")
-        .args(["--test-threads", "2"])
-        .current_dir("/")
-        .gid(USER)
-        .uid(USER)
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&done.stdout);
-    let errors = String::from_utf8_lossy(&done.stderr);
-    assert!(done.status.success(), "{said}{errors}");
-    assert!(said.contains(" 0 failed"), "{said}");
+    common::also_as_an_ordinary_user().await;
 }
 
 #[tokio::test]
@@ -399,7 +355,7 @@ fn a_record_that_cannot_be_read_is_one_images_trouble() {
     let record = bad.rootfs.with_file_name("image.json");
     for half in ["", "{\"version\": 1, \"na", "{\"version\": 7}"] {
         std::fs::write(&record, half).unwrap();
-        assert_eq!(store.list().unwrap(), [good.clone()]);
+        assert_eq!(store.list().unwrap(), std::slice::from_ref(&good));
         let broken = store.broken().unwrap();
         assert_eq!(broken.len(), 1);
         assert!(
@@ -818,10 +774,6 @@ fn an_image_for_other_processors_is_refused_by_name() {
         "aarch64" => "arm64",
         other => other,
     };
-    let sha = |bytes: &[u8]| -> String {
-        let digest = <sha2::Sha256 as sha2::Digest>::digest(bytes);
-        digest.iter().map(|b| format!("{b:02x}")).collect()
-    };
     // An index of manifests, each for a platform (or saying nothing) and with a configuration that says one.
     let oci = |platforms: &[(&str, &str)], damage: bool| {
         let mut blobs: Vec<(String, Vec<u8>)> = Vec::new();
@@ -831,8 +783,8 @@ fn an_image_for_other_processors_is_refused_by_name() {
             let config = format!("{{\"architecture\":\"{config}\"}}").into_bytes();
             let manifest = format!(
                 "{{\"config\":{{\"digest\":\"sha256:{}\"}},\"layers\":[{{\"digest\":\"sha256:{}\"}}]}}",
-                sha(&config),
-                sha(&layer)
+                sha256(&config),
+                sha256(&layer)
             );
             let platform = match *index {
                 "" => String::new(),
@@ -840,10 +792,10 @@ fn an_image_for_other_processors_is_refused_by_name() {
             };
             manifests.push(format!(
                 "{{\"digest\":\"sha256:{}\"{platform}}}",
-                sha(manifest.as_bytes())
+                sha256(manifest.as_bytes())
             ));
             for bytes in [layer, config, manifest.into_bytes()] {
-                blobs.push((format!("blobs/sha256/{}", sha(&bytes)), bytes));
+                blobs.push((format!("blobs/sha256/{}", sha256(&bytes)), bytes));
             }
         }
         if damage {
@@ -969,10 +921,10 @@ fn names_are_plain_and_a_digest_is_a_digest() {
 }
 
 fn json_text(text: &str) -> String {
-    let escaped: String = text
-        .encode_utf16()
-        .map(|unit| format!("\\u{unit:04x}"))
-        .collect();
+    let mut escaped = String::new();
+    for unit in text.encode_utf16() {
+        write!(escaped, "\\u{unit:04x}").unwrap();
+    }
     format!("\"{escaped}\"")
 }
 

@@ -1,6 +1,7 @@
 //! Archives: a root file system as a tar, and what `docker save` and OCI tools write.
 
 use std::collections::BTreeSet;
+use std::fmt::Write as _;
 use std::io::{self, BufRead, BufReader, Read, Seek};
 use std::os::fd::OwnedFd;
 
@@ -275,12 +276,10 @@ fn check(
             n => hasher.update(&buffer[..n]),
         }
     }
-    let found: String = hasher
-        .finish()
-        .as_ref()
-        .iter()
-        .map(|byte| format!("{byte:02x}"))
-        .collect();
+    let mut found = String::new();
+    for byte in hasher.finish().as_ref() {
+        let _ = write!(found, "{byte:02x}");
+    }
     if found != expected {
         return Err(invalid(format!(
             "{name:?} is damaged: its content has the digest {found}; fetch the archive again"

@@ -179,7 +179,7 @@ impl ImageStore {
         } else {
             let scratch = new.dir().join("archive");
             let (kind, given, left_out) =
-                archive::unpack(opened.into(), &scratch, &mut writer, self.caps).map_err(failed)?;
+                archive::unpack(opened, &scratch, &mut writer, self.caps).map_err(failed)?;
             let source = match kind {
                 archive::Kind::RootFs => "tar",
                 archive::Kind::Docker => "docker archive",

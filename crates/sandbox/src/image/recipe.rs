@@ -170,7 +170,7 @@ impl ImageStore {
         if recipe.from == "host-slice" {
             progress("copying programs of this host");
             let files = programs(&recipe.packages)?;
-            slice(files, &mut writer).map_err(failed)?;
+            slice(&files, &mut writer).map_err(failed)?;
         } else {
             let (distribution, suite) = recipe.from.split_once(':').unwrap_or((&recipe.from, ""));
             let plain = |s: &str| {
@@ -252,6 +252,7 @@ fn copy_file(from: &Utf8Path, name: &[u8], to: &mut Writer) -> io::Result<()> {
     to.file(name, mode, Some(mtime), &mut file)
 }
 
+#[expect(clippy::needless_pass_by_value, reason = "what map_err hands over")]
 fn not_utf8(path: std::path::PathBuf) -> io::Error {
     io::Error::other(format!("{}: the name is not UTF-8", path.display()))
 }
@@ -268,13 +269,13 @@ fn programs(names: &[String]) -> Result<Vec<Utf8PathBuf>, SandboxError> {
 
 /// Copies programs of this host and all they load. Links on the way (of a merged /usr, of sonames, of alternatives)
 /// stay links.
-fn slice(programs: Vec<Utf8PathBuf>, to: &mut Writer) -> io::Result<()> {
+fn slice(programs: &[Utf8PathBuf], to: &mut Writer) -> io::Result<()> {
     let mut done = BTreeSet::new();
     for dir in ["tmp", "work", "proc", "dev", "run", "var", "etc"] {
         to.dir(dir.as_bytes(), 0o755, Some(0))?;
     }
     for path in programs {
-        for needed in closure(&path)?.into_iter().chain([path]) {
+        for needed in closure(path)?.into_iter().chain([path.clone()]) {
             trace(&needed, to, &mut done, 0)?;
         }
     }

@@ -5,6 +5,7 @@
 pub mod engine;
 
 use std::collections::BTreeSet;
+use std::fmt::Write;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -113,7 +114,11 @@ pub fn text(bytes: &[u8]) -> String {
 
 pub fn sha256(bytes: &[u8]) -> String {
     let digest = ring::digest::digest(&ring::digest::SHA256, bytes);
-    digest.as_ref().iter().map(|b| format!("{b:02x}")).collect()
+    let mut hex = String::new();
+    for byte in digest.as_ref() {
+        let _ = write!(hex, "{byte:02x}");
+    }
+    hex
 }
 
 /// The changes a call is said to have made.
