@@ -4,7 +4,11 @@
 //! Each test runs on every backend; those of `docker` are skipped where there is no engine. As root the whole file also runs
 //! once more as an ordinary user (`also_as_an_ordinary_user`).
 
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::panic,
+    reason = "a test that cannot go on fails"
+)]
 
 mod common;
 
@@ -133,7 +137,7 @@ impl Web {
                         }
                         "/endless" => {
                             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\n\r\n");
-                            while stream.write_all(&[b'x'; 1 << 16]).is_ok() {}
+                            while stream.write_all(&Self::PATTERN.repeat(4096)).is_ok() {}
                             return;
                         }
                         "/large" => Self::PATTERN.repeat(Self::LARGE / Self::PATTERN.len()),

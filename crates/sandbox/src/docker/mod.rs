@@ -527,12 +527,15 @@ async fn remove(engine: &Engine, id: &str) -> Result<(), bollard::errors::Error>
 
 /// Removes containers whose program is dead; returns how many.
 async fn sweep(engine: &Engine) -> u64 {
+    let mut filters = HashMap::from([("label".to_owned(), vec![OWNER.to_owned()])]);
+    if engine.podman {
+        // One in a state that only Podman knows would make its whole answer unreadable.
+        let known = ["created", "running", "exited"].map(str::to_owned);
+        filters.insert("status".to_owned(), known.to_vec());
+    }
     let options = ListContainersOptions {
         all: true,
-        filters: Some(HashMap::from([(
-            "label".to_owned(),
-            vec![OWNER.to_owned()],
-        )])),
+        filters: Some(filters),
         ..ListContainersOptions::default()
     };
     let found = match engine.api.list_containers(Some(options)).await {
@@ -633,21 +636,31 @@ fn body(
     image: String,
     mounts: Vec<bollard::models::Mount>,
 ) -> ContainerCreateBody {
-    let tmpfs = shares(limits).map(|(place, bytes, files)| {
+    let mount = |bytes: u64, files: u64| {
         let more = if engine.podman {
             // It knows no limit of files, and would copy what lies beneath.
             "notmpcopyup".to_owned()
         } else {
             format!("nr_inodes={files}")
         };
-        (
-            place.to_owned(),
-            format!("rw,exec,nosuid,nodev,size={bytes},{more}"),
-        )
-    });
+        format!("rw,exec,nosuid,nodev,size={bytes},{more}")
+    };
+    let mut tmpfs: HashMap<_, _> = shares(limits)
+        .map(|(place, bytes, files)| (place.to_owned(), mount(bytes, files)))
+        .into();
+    if engine.podman {
+        // Beside a read-only root it would mount both without a limit: the second over /tmp, where it is a link there.
+        tmpfs.insert("/run".to_owned(), mount(64 << 10, 8));
+        if let Some(tmp) = tmpfs.get("/tmp").cloned() {
+            tmpfs.insert("/var/tmp".to_owned(), tmp);
+        }
+    }
     let mut security = vec!["no-new-privileges".to_owned()];
-    // Podman's interface takes a path on its own machine here; it keeps its own profile, and PID 1 adds ours.
-    if engine.has("seccomp") && !engine.podman {
+    if engine.podman {
+        // It keeps its own profile, since it takes only a path on its own machine here, and PID 1 adds ours. It reads no
+        // list of masked paths.
+        security.push(format!("mask={}", MASKED.join(":")));
+    } else if engine.has("seccomp") {
         security.push(format!("seccomp={}", filter::profile()));
     }
     let ulimit = |name: &str, value: i64| ResourcesUlimits {
@@ -693,7 +706,7 @@ fn body(
             dns: list(&["127.0.0.1"]),
             dns_search: list(&["."]),
             readonly_rootfs: Some(true),
-            tmpfs: Some(tmpfs.into_iter().collect()),
+            tmpfs: Some(tmpfs),
             mounts: Some(mounts),
             memory: Some(limits.memory_bytes as i64),
             memory_swap: Some(limits.memory_bytes as i64),
