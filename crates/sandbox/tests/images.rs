@@ -1308,7 +1308,7 @@ async fn trees_that_forbid_everything_are_saved_too() {
 /// All that an agent could have left and another could find, one line a channel.
 const START_STATE: &str = r#"
 echo "tree $(cd / && find / -xdev \( -path /proc -o -path /dev \) -prune -o -printf '%p %y %m %U:%G %l\n' 2>/dev/null | grep -v '^/usr\|^/lib\|^/bin' | sort | sha256sum)"
-echo "files $(find /work /tmp /dev/shm /etc -type f | sort | while read f; do sha256sum "$f"; done | sha256sum)"
+echo "files $(find /work /tmp /dev/shm /etc -type f -exec sha256sum {} + | sort | sha256sum)"
 echo "times $(find /work /etc/motd /data -newermt '+1 hour' 2>/dev/null | wc -l)"
 echo "env $(env | sort | sha256sum)"
 echo "shm $(ls -A /dev/shm | wc -l) tmp $(ls -A /tmp | tr '\n' ' ')"
@@ -1321,7 +1321,7 @@ echo "sockets $(cat /proc/net/unix | wc -l) $(cat /proc/net/tcp /proc/net/udp | 
 echo "mounts $(cut -d' ' -f4- /proc/self/mountinfo | sed 's/size=[0-9]*k//; s/[ug]id=[0-9]*//g; s/lowerdir=.*//' | sha256sum)"
 echo "status $(grep -E '^(Cap|NoNewPrivs|Seccomp|Groups|Sig(Blk|Ign|Cgt)|Cpus_allowed:|CoreDumping)' /proc/self/status | sha256sum)"
 echo "fds $(ls /proc/self/fd | tr '\n' ' ')"
-echo "left $(for p in /proc/[0-9]*; do cat $p/comm; done 2>/dev/null | grep -c -e sleep -e perl)"
+echo "left $(cat /proc/[0-9]*/comm 2>/dev/null | grep -c -e sleep -e perl)"
 echo "keys $(cat /proc/keys 2>/dev/null | wc -l) nice $(cut -d' ' -f19 /proc/self/stat) oom $(cat /proc/self/oom_score_adj)"
 echo "net $(cat /proc/net/route /proc/net/if_inet6 2>/dev/null | wc -l) $(tail -n +3 /proc/net/dev | cut -d: -f1 | tr -d ' ' | tr '\n' ' ')"
 echo "locks $(wc -l < /proc/locks) uptime $(test -r /proc/uptime && echo yes)"
