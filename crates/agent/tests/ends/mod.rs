@@ -1,12 +1,11 @@
 //! Ends that are nobody's doing or the agent's own: faults of the sandbox, lost calls, files that can't be brought back.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use drillyard_agent::{AgentError, Point, RolloutOptions};
 use drillyard_sandbox::{Limits, SandboxConfig};
 use drillyard_schema::table::{EpisodeRow, MessageRow, RewardRow, ToolCallRow};
-use drillyard_testkit::FakeEndpoint;
+use drillyard_testkit::{Answer, FakeEndpoint};
 use serde_json::{Value, json};
 
 use super::{
@@ -75,8 +74,11 @@ async fn a_call_that_the_sandbox_failed_is_on_record_and_ends_its_episode() {
     let Some(yard) = Yard::open().await else {
         return;
     };
-    let endpoint = FakeEndpoint::start(|request| match request.turn {
-        0 => shell("sleep 3"),
+    let deadly = Arc::new(AtomicBool::new(true));
+    let still = deadly.clone();
+    let endpoint = FakeEndpoint::start(move |request| match request.turn {
+        0 if still.load(Ordering::SeqCst) => shell("sleep 25"),
+        0 => shell("ls"),
         _ => submit(),
     })
     .await
@@ -88,7 +90,9 @@ async fn a_call_that_the_sandbox_failed_is_on_record_and_ends_its_episode() {
             dir: super::Folder::Ours(tempfile::tempdir().unwrap()),
             pool: yard.pool.clone(),
         };
+        deadly.store(true, Ordering::SeqCst);
         sandboxes_die(&yard, &url, calls).await;
+        deadly.store(false, Ordering::SeqCst);
         let mut options = crash_options(&yard, Some(&url));
         options.samples = samples;
         options.attempts = ATTEMPTS;
@@ -258,6 +262,11 @@ async fn files_that_fit_no_fresh_sandbox_are_the_agents_own_doing() {
     );
 }
 
+fn shell_for(command: &str, timeout_s: u32) -> Answer {
+    let arguments = json!({ "command": command, "timeout_s": timeout_s });
+    Answer::call("execute_shell", &arguments)
+}
+
 /// The notes of a call's row.
 fn extras(row: &ToolCallRow) -> Value {
     serde_json::from_str(row.extras.as_deref().unwrap()).unwrap()
@@ -269,10 +278,10 @@ async fn a_row_accounts_for_its_call() {
         return;
     };
     let endpoint = FakeEndpoint::start(|request| match request.turn {
-        0 => shell("head -c 5000000 /dev/zero | cat > out; for i in {1..200000}; do :; done"),
+        0 => shell("head -c 5000000 /dev/zero | cat > out; for i in {1..50000}; do :; done"),
         1 => shell("sleep 30 &"),
-        2 => shell("trap '' TERM; sleep 30"),
-        3 => shell("sleep 31"),
+        2 => shell_for("trap '' TERM; sleep 30", 1),
+        3 => shell_for("sleep 31", 1),
         4 => shell("kill -KILL $$"),
         5 => shell("yes"),
         _ => submit(),
@@ -280,7 +289,6 @@ async fn a_row_accounts_for_its_call() {
     .await
     .unwrap();
     let mut options = yard.options(tasks(1), policy(&endpoint));
-    options.call_timeout = Duration::from_secs(1);
     options.max_steps = 10;
     yard.run(options).await.unwrap();
     let rows = yard.rows::<ToolCallRow>().await;
@@ -301,7 +309,7 @@ async fn a_row_accounts_for_its_call() {
     );
     let used = extras(&rows[0]);
     let number = |key: &str| used[key].as_u64();
-    assert!(number("user_us").unwrap() > 10_000, "{used}");
+    assert!(number("user_us").unwrap() > 1000, "{used}");
     assert!(
         number("system_us").is_some() && number("oom_kills") == Some(0),
         "{used}"

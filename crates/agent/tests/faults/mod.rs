@@ -311,14 +311,13 @@ pub fn mixed() -> FaultPlan {
 }
 
 /// Which call met which fault, and how.
-fn schedule(rows: &[ToolCallRow]) -> Vec<(i32, Option<String>, Option<String>)> {
+fn schedule(rows: &[ToolCallRow]) -> Vec<(i32, Option<String>, Value)> {
     rows.iter()
         .map(|row| {
-            (
-                row.step_index,
-                row.fault_injected.clone(),
-                row.extras.clone(),
-            )
+            let extras = row.extras.as_deref().unwrap_or("{}");
+            let extras: Value = serde_json::from_str(extras).unwrap();
+            let fault = row.fault_injected.clone();
+            (row.step_index, fault, extras["fault"].clone())
         })
         .collect()
 }
