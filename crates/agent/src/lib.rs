@@ -24,6 +24,7 @@ mod episode;
 mod error;
 mod files;
 mod options;
+mod pack;
 mod past;
 mod policy;
 mod progress;
@@ -39,6 +40,7 @@ mod tokens;
 
 pub use error::AgentError;
 pub use options::{HoldAt, Point, RolloutOptions, RolloutSummary, Shard};
+pub use pack::{CallChanges, Missing, changes_before};
 pub use policy::{
     ExpertClient, OpenAiClient, OpenAiConfig, Policy, PolicyClient, PolicyError, Prior, Recording,
     ReplayClient, ReplayTurn, Retries, Sampling, ToolProtocol, TurnReply, TurnRequest,

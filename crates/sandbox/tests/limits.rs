@@ -439,6 +439,16 @@ impl Drop for Freezer {
     }
 }
 
+/// Freezes the processes of this mark once they run.
+async fn freeze(freezer: &Freezer, mark: &str) {
+    eventually("the tool runs", || !host_processes(mark).is_empty()).await;
+    for process in host_processes(mark) {
+        let pid = process.file_name().unwrap().to_str().unwrap().to_owned();
+        std::fs::write(freezer.0.join("cgroup.procs"), pid).unwrap();
+    }
+    freezer.set("FROZEN");
+}
+
 #[tokio::test]
 async fn a_process_that_cannot_be_killed_costs_one_call() {
     let mark = unique();
@@ -449,18 +459,10 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
     let pool = pool().await;
     let mut sandbox = fresh(&pool).await;
     shell(&mut sandbox, "echo kept > file").await;
-    let freeze = async {
-        eventually("the tool runs", || !host_processes(&mark).is_empty()).await;
-        for process in host_processes(&mark) {
-            let pid = process.file_name().unwrap().to_str().unwrap().to_owned();
-            std::fs::write(freezer.0.join("cgroup.procs"), pid).unwrap();
-        }
-        freezer.set("FROZEN");
-    };
     let command = format!("exec sleep {mark}");
     let (result, ()) = tokio::join!(
         shell_for(&mut sandbox, Duration::from_secs(2), &command),
-        freeze
+        freeze(&freezer, &mark)
     );
     // The control: it does live on.
     assert_eq!(host_processes(&mark).len(), 1);
@@ -475,6 +477,28 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
         (text(&next.stdout).as_str(), next.unusable),
         ("kept\n", None)
     );
+    // The same once more, with files that can't be moved: the next call is not run, and that is no error of the sandbox.
+    let mut config = small();
+    config.limits.disk_bytes = 128 * MIB;
+    let mut other = fresh(&Pool::start(config).await.unwrap()).await;
+    shell(&mut other, "head -c 80M /dev/zero > large").await;
+    freezer.set("THAWED");
+    eventually("it ends once it can", || host_processes(&mark).is_empty()).await;
+    let (result, ()) = tokio::join!(
+        shell_for(&mut other, Duration::from_secs(2), &command),
+        freeze(&freezer, &mark)
+    );
+    assert!(result.unusable.is_some());
+    for _ in 0..2 {
+        let next = shell(&mut other, "echo run").await;
+        assert_eq!(
+            (next.outcome, next.exit_code),
+            (CallOutcome::Memory, Some(1))
+        );
+        assert!(text(&next.stderr).contains("not run"), "{next:?}");
+        assert!(next.stdout.is_empty() && next.unusable.is_some());
+    }
+    other.close().await;
     sandbox.close().await;
     drop(freezer);
     eventually("it ends once it can", || host_processes(&mark).is_empty()).await;

@@ -10,7 +10,7 @@ use serde_json::Value;
 
 use super::{Yard, faults, policy, shell, submit, tasks};
 
-const CLOCKS: Clocks = Clocks {
+pub const CLOCKS: Clocks = Clocks {
     call: Duration::from_secs(30),
     episode: Duration::from_mins(10),
 };
@@ -20,7 +20,7 @@ fn of<R: Clone>(rows: &[R], id: &EpisodeId, of: fn(&R) -> &EpisodeId) -> Vec<R> 
 }
 
 /// The episodes of the yard, each with all that the lake holds of it.
-async fn recorded(yard: &Yard, tasks: &[Task]) -> Vec<Recorded> {
+pub async fn recorded(yard: &Yard, tasks: &[Task]) -> Vec<Recorded> {
     let steps = yard.rows::<StepRow>().await;
     let messages = yard.rows::<MessageRow>().await;
     let calls = yard.rows::<ToolCallRow>().await;
@@ -54,7 +54,7 @@ fn sameness(replay: &Replay) -> Vec<Sameness> {
 }
 
 /// One episode of shell commands and `submit`.
-async fn shell_episode(yard: &Yard, commands: &[&str]) -> Recorded {
+pub async fn shell_episode(yard: &Yard, commands: &[&str]) -> Recorded {
     let commands: Vec<String> = commands.iter().map(|&text| text.to_owned()).collect();
     let endpoint = FakeEndpoint::start(move |request| match commands.get(request.turn) {
         Some(command) => shell(command),
