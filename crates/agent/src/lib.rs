@@ -47,7 +47,8 @@ pub use policy::{
 };
 pub use progress::{Progress, ProgressState, Silent};
 pub use replay::{
-    Branch, Clocks, Difference, Recorded, Replay, ReplayedCall, Sameness, branch, replay,
+    Branch, Clocks, Difference, Recorded, Replay, ReplayedCall, Sameness, branch, can_be_left,
+    ground, replay, restore,
 };
 pub use rollout::rollout;
 pub use stop::{CtrlC, Stop};
