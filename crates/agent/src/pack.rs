@@ -234,15 +234,13 @@ type Packed = BTreeMap<(i32, i32), (Vec<ChangedFile>, bool)>;
 
 fn read(pack: &Artifact, store: &Utf8Path) -> Result<Packed, Missing> {
     let of_store = artifacts::place(store, &pack.blake3);
-    let (path, bytes) = match fs_err::read(&of_store) {
-        Ok(bytes) => (of_store, bytes),
-        // The yard may have been moved, or the store be another one.
-        Err(_) => {
-            let path = Utf8PathBuf::from(&pack.uri);
-            match fs_err::read(&path) {
-                Ok(bytes) => (path, bytes),
-                Err(source) => return Err(Missing::NotFound { path, source }),
-            }
+    let (path, bytes) = if let Ok(bytes) = fs_err::read(&of_store) {
+        (of_store, bytes)
+    } else {
+        let path = Utf8PathBuf::from(&pack.uri);
+        match fs_err::read(&path) {
+            Ok(bytes) => (path, bytes),
+            Err(source) => return Err(Missing::NotFound { path, source }),
         }
     };
     if blake3::hash(&bytes).to_hex().as_str() != pack.blake3 {
