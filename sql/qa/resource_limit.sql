@@ -3,16 +3,17 @@
 -- kind: qa
 -- category: efficiency
 -- severity: warn
--- version: 2
+-- version: 3
 -- penalty: 0.15
 -- fail_reason: resource
 -- grain: call
 -- reads: tool_calls
--- why: the approach does not fit the machine it is given. A disk that was filled on purpose (an injected fault) tells nothing of it.
+-- why: the approach does not fit the machine it is given. A call that met an injected fault, a merely slow one
+--   apart, tells nothing of it; the reward component violation has the same rule.
 SELECT
     episode_id,
     step_index,
     concat(tool, ' hit the limit of ', outcome) AS detail
 FROM tool_calls
-WHERE outcome IN ('memory', 'processes', 'disk', 'output_limit') AND coalesce(fault_injected, '') <> 'disk_full'
+WHERE outcome IN ('memory', 'processes', 'disk', 'output_limit') AND coalesce(fault_injected, 'slow') = 'slow'
 ORDER BY episode_id, step_index, call_index

@@ -3,15 +3,15 @@
 -- kind: qa
 -- category: efficiency
 -- severity: warn
--- version: 1
+-- version: 2
 -- penalty: 0.05
 -- grain: call
 -- reads: ordered_calls
--- why: the same look with nothing changed in between cannot tell anything new
+-- why: the same look with nothing changed in between cannot tell anything new. A call whose outcome was lost may have changed something.
 WITH looks AS (
     SELECT
         *,
-        sum(CASE WHEN n_changes > 0 THEN 1 ELSE 0 END) OVER (
+        sum(CASE WHEN n_changes > 0 OR says_nothing THEN 1 ELSE 0 END) OVER (
             PARTITION BY episode_id
             ORDER BY call_number
         ) AS changes_so_far
@@ -26,7 +26,7 @@ numbered AS (
             ORDER BY call_number
         ) AS nth
     FROM looks
-    WHERE is_look
+    WHERE is_look AND NOT says_nothing
 )
 
 SELECT

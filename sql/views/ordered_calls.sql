@@ -1,11 +1,12 @@
 -- id: ordered_calls
 -- title: Tool calls numbered in the order they ran, with what they did
 -- kind: view
--- version: 1
+-- version: 2
 -- grain: one row per tool call
 -- reads: tool_calls
 -- why: rules about order need one number per call, and the same notion of failing, changing and looking. A call fails when the agent can
---   see that it did not work; a sandbox fault is nobody's failure. A look is a call that worked and changed nothing.
+--   see that it did not work; a sandbox fault is nobody's failure. A look is a call that worked and changed nothing. A call that was lost,
+--   or met an injected fault that changes more than how long it took, says nothing of the agent.
 WITH numbered AS (
     SELECT
         *,
@@ -32,5 +33,6 @@ SELECT
     n_changes,
     tool = 'submit' AS is_submit,
     outcome NOT IN ('ok', 'sandbox_fault', 'outcome_unknown') AS failed,
-    tool <> 'submit' AND outcome = 'ok' AND n_changes = 0 AS is_look
+    tool <> 'submit' AND outcome = 'ok' AND n_changes = 0 AS is_look,
+    outcome IN ('sandbox_fault', 'outcome_unknown') OR coalesce(fault_injected, 'slow') <> 'slow' AS says_nothing
 FROM numbered

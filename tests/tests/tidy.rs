@@ -154,6 +154,20 @@ fn no_public_api_exposes_a_heavy_engine() {
 }
 
 #[test]
+fn the_front_door_starts_sandboxes_in_one_place() {
+    let mut places = Vec::new();
+    for path in rust_files(&root().join("crates/cli/src")) {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines = text.lines().filter(|line| line.contains("Pool::start"));
+        places.extend(lines.map(|line| format!("{}: {line}", path.display())));
+    }
+    assert!(
+        places.len() == 1 && places[0].contains("stages/drill.rs"),
+        "a pool that is started elsewhere ignores sandbox.require_limits: {places:?}"
+    );
+}
+
+#[test]
 fn nothing_is_stubbed_or_ignored() {
     let forbidden = [
         concat!("to", "do!("),

@@ -6,14 +6,19 @@ use drillyard_sandbox::{
     Call, CallOutcome, CallResult, Change, ChangedFile, Fault, FaultKind, Kind, Limits, Sandbox,
     SandboxError,
 };
+use drillyard_schema::table::ToolCallRow;
 use serde::{Deserialize, Serialize};
 
 use crate::files::Files;
 
 /// Larger disks are not filled: the file that fills one lies in the host's memory.
 const LARGEST_FILLED: u64 = 256 << 20;
-/// The file that fills the disk.
-const FILLER: &str = "/dev/shm/.other-process";
+/// The files that fill the disk: one for each place that may be a file system of its own.
+const FILLERS: [&str; 3] = [
+    "/dev/shm/.other-process",
+    "/tmp/.other-process",
+    "/work/.other-process",
+];
 /// How long filling may take.
 const FILLING: Duration = Duration::from_secs(20);
 /// What somebody else leaves where the agent has written nothing that could be changed.
@@ -36,6 +41,9 @@ pub(crate) struct Injected {
     /// False where the disk is so large that the call was refused instead of the disk filled.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub filled: Option<bool>,
+    /// False where nothing came of it: there was no room for somebody else's change.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub applied: Option<bool>,
     /// What was drawn beside the kind.
     #[serde(skip)]
     share: f64,
@@ -49,8 +57,14 @@ impl Injected {
             path: None,
             kept_bytes: None,
             filled: None,
+            applied: None,
             share: 0.0,
         }
+    }
+
+    /// Whether anything came of it.
+    pub fn took_place(&self) -> bool {
+        self.applied != Some(false)
     }
 
     /// What becomes of a drawn fault, given the files as they are. How much of an output is cut is settled when there is one.
@@ -79,6 +93,18 @@ fn disk(limits: &Limits) -> u64 {
     limits.disk_bytes.min(limits.memory_bytes / 4 * 3)
 }
 
+/// Whether a call says nothing of the agent: what came of it was lost, or a fault was injected that changes more than how long it took.
+pub(crate) fn says_nothing(row: &ToolCallRow) -> bool {
+    let outcome = row.outcome.as_str();
+    let lost = [
+        drillyard_schema::CallOutcome::OutcomeUnknown,
+        drillyard_schema::CallOutcome::SandboxFault,
+    ];
+    let injected = row.fault_injected.as_deref();
+    lost.iter().any(|label| label.as_str() == outcome)
+        || injected.is_some_and(|kind| kind != FaultKind::Slow.as_str())
+}
+
 /// What came of a call.
 pub(crate) struct Called {
     /// What the tool did.
@@ -91,6 +117,25 @@ pub(crate) struct Called {
     pub injected: Option<Injected>,
 }
 
+impl Called {
+    /// A call that met no fault.
+    pub const fn plain(result: CallResult) -> Self {
+        Self {
+            result,
+            seen: None,
+            others: Vec::new(),
+            injected: None,
+        }
+    }
+}
+
+/// The result of a call that could not be run because the files that the agent left do not fit where they have to go.
+pub(crate) fn no_room(tool: &str, message: &str) -> CallResult {
+    let words =
+        format!("{tool}: not run: the files as they are don't fit a fresh sandbox: {message}\n");
+    CallResult::refused(CallOutcome::Disk, 1, &words)
+}
+
 /// Runs `call` with the fault it is to meet. `waits` is false in replays, where a slow call need not be waited for.
 pub(crate) async fn run(
     sandbox: &mut Sandbox,
@@ -101,12 +146,7 @@ pub(crate) async fn run(
     waits: bool,
 ) -> Result<Called, SandboxError> {
     let Some(mut injected) = injected else {
-        return Ok(Called {
-            result: sandbox.call(call).await?,
-            seen: None,
-            others: Vec::new(),
-            injected: None,
-        });
+        return Ok(Called::plain(sandbox.call(call).await?));
     };
     let (mut seen, mut others) = (None, Vec::new());
     let mut kept = true;
@@ -135,9 +175,20 @@ pub(crate) async fn run(
         }
         FaultKind::ConcurrentChange => {
             let path = injected.path.as_deref().unwrap_or(STRAY.0);
-            others.push(by_somebody_else(path, files));
-            sandbox.apply(&others).await?;
-            sandbox.call(call).await?
+            let change = [by_somebody_else(path, files)];
+            if injected.took_place() {
+                match sandbox.apply(&change).await {
+                    Ok(()) => others.extend(change),
+                    // Where the agent filled disk or memory there is no room for anybody else.
+                    Err(error) if !error.is_infrastructure() => injected.applied = Some(false),
+                    Err(error) => return Err(error),
+                }
+            }
+            if sandbox.is_lost() {
+                CallResult::out_of_memory(1, Duration::ZERO)
+            } else {
+                sandbox.call(call).await?
+            }
         }
         FaultKind::TruncatedOutput => {
             let result = sandbox.call(call).await?;
@@ -174,10 +225,14 @@ pub(crate) async fn run(
     })
 }
 
-/// Runs a call while a file takes all the space there is.
+/// Runs a call while files take all the space there is.
 async fn with_full_disk(sandbox: &mut Sandbox, call: Call) -> Result<CallResult, SandboxError> {
+    // Where the places are one file system, the first file takes it all, and the others would be empty.
+    let command = FILLERS
+        .map(|file| format!("cat /dev/zero > {file}; [ -s {file} ] || rm -f {file}"))
+        .join("\n");
     let fill = Call::Shell {
-        command: format!("cat /dev/zero > {FILLER} 2>/dev/null"),
+        command: format!("exec 2>/dev/null\n{command}"),
         timeout: Some(FILLING),
     };
     let filled = sandbox.call(fill).await?;
@@ -186,22 +241,31 @@ async fn with_full_disk(sandbox: &mut Sandbox, call: Call) -> Result<CallResult,
         return Ok(filled);
     }
     let mut result = sandbox.call(call).await?;
-    // The call may have removed it; that is none of its changes that last.
-    result.files_changed.retain(|file| file.path != FILLER);
+    // The call may have removed them; that is none of its changes that last.
+    let is_filler = |path: &str| FILLERS.iter().any(|file| in_place(file) == path);
+    result.files_changed.retain(|file| !is_filler(&file.path));
     if !sandbox.is_lost() {
-        let gone = ChangedFile {
-            path: FILLER.to_owned(),
-            change: Change::Deleted,
-            kind: Kind::File,
-            mode: 0,
-            before_hash: None,
-            after_hash: None,
-            size: 0,
-            content: None,
-        };
-        sandbox.apply(&[gone]).await?;
+        sandbox.apply(&FILLERS.map(gone)).await?;
     }
     Ok(result)
+}
+
+/// A path as changes tell it: relative in the work directory.
+fn in_place(path: &str) -> &str {
+    path.strip_prefix("/work/").unwrap_or(path)
+}
+
+fn gone(path: &str) -> ChangedFile {
+    ChangedFile {
+        path: in_place(path).to_owned(),
+        change: Change::Deleted,
+        kind: Kind::File,
+        mode: 0,
+        before_hash: None,
+        after_hash: None,
+        size: 0,
+        content: None,
+    }
 }
 
 /// A file as somebody else leaves it: the last line of one that the agent wrote is there twice, or there is one more file. The task's

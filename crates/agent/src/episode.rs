@@ -9,10 +9,11 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use drillyard_gym::{TaskSet, ToolAction, Toolset, call_milestone, observation};
+use camino::Utf8Path;
+use drillyard_gym::{TaskSet, ToolAction, Toolset, Verification, call_milestone, observation};
 use drillyard_lake::{EpisodeBundle, LakeError};
 use drillyard_render::parse_turn;
-use drillyard_sandbox::{Call, CallResult, Change, FaultKind, Sandbox, Setup};
+use drillyard_sandbox::{Call, CallResult, Sandbox, SandboxError, Setup};
 use drillyard_schema::ids::derive_id;
 use drillyard_schema::table::{Artifact, EpisodeRow, FileChange, TaskRow, Timestamp, ToolCallRow};
 use drillyard_schema::{
@@ -22,17 +23,18 @@ use drillyard_schema::{
 use serde_json::{Value, json};
 
 use crate::artifacts;
-use crate::calls::{self, Injected, within};
+use crate::calls::{self, Called, Injected, within};
 use crate::error::AgentError;
 use crate::files::Files;
 use crate::options::Point;
-use crate::past::{LoggedCall, LoggedTurn, Past, PastCall};
-use crate::policy::{Prior, TurnReply, TurnRequest};
+use crate::pack::{self, PACK, Pack};
+use crate::past::{CHANGES_INCOMPLETE, LoggedCall, LoggedTurn, Past, PastCall};
+use crate::policy::{PolicyError, Prior, TurnReply, TurnRequest};
 use crate::prompt;
 use crate::rows::{Rows, StepFacts};
-use crate::shared::Shared;
+use crate::shared::{Shared, end_of};
 use crate::spans;
-use crate::tokens::Sequence;
+use crate::tokens::{Sequence, TokenHashes};
 
 /// Output kept in a row; the whole is an artifact when it is longer.
 pub(crate) const ROW_OUTPUT_BYTES: usize = 64 << 10;
@@ -115,9 +117,11 @@ pub(crate) struct Episode<'a> {
     submitted: bool,
     answer: Option<String>,
     milestones: BTreeSet<String>,
+    verifier_failed: bool,
     seen_calls: HashMap<String, u32>,
     file_changes: u32,
     artifacts: Vec<Artifact>,
+    pack: Pack,
     unknown_outcomes: u32,
     state_lost: u32,
     system_text: String,
@@ -167,9 +171,15 @@ impl<'a> Episode<'a> {
             submitted: false,
             answer: None,
             milestones: BTreeSet::new(),
+            verifier_failed: false,
             seen_calls: HashMap::new(),
             file_changes: 0,
             artifacts: Vec::new(),
+            pack: if options.artifacts_dir.is_some() {
+                Pack::Empty
+            } else {
+                Pack::Off
+            },
             unknown_outcomes: 0,
             state_lost: 0,
             system_text: prompt::system_text(template, &plan.tools, protocol),
@@ -189,6 +199,7 @@ impl<'a> Episode<'a> {
         if let Some(sandbox) = self.sandbox.take() {
             sandbox.close().await;
         }
+        self.keep_changes().await?;
         self.hold(Point::Verified).await;
         Ok(Finish::Ended(Box::new(self.bundle(reason, cause))))
     }
@@ -292,49 +303,69 @@ impl<'a> Episode<'a> {
             return Ok(turn);
         }
         self.check_open()?;
-        let options = &self.shared.options;
-        let prior = self.sequence.prior();
-        if let (Some((ids, _)), Some(limit)) = (prior, options.max_context_tokens)
-            && ids.len() >= limit as usize
-        {
-            return Err(Halt::End(EndReason::ContextLimit, None));
-        }
-        let request = TurnRequest {
-            task: &self.plan.task,
-            sample_index: self.plan.sample_index,
-            episode_seed: self.plan.seed,
-            step,
-            messages: &self.messages,
-            tools: &self.plan.tools,
-            prior: prior.map(|(token_ids, messages)| Prior {
-                token_ids,
-                messages,
-            }),
-            sampling: options.sampling,
-            seed: seed_of(&[&self.plan.seed.to_string(), &step.to_string()]),
-        };
+        let shared = self.shared;
+        let options = &shared.options;
         let left = self.time_left();
         let (started_at, begun) = (now_us(), Instant::now());
-        let asked = tokio::time::timeout(left, options.policy.client.turn(request));
-        let answer = tokio::select! {
-            biased;
-            () = self.shared.stop.stopped() => return Err(Halt::Suspend),
-            answer = asked => answer,
+        let reply = loop {
+            let ours = self.sequence.hashes.as_ref();
+            let same = ours.and_then(|hashes| shared.same_tokens(hashes));
+            if same == Some(false) {
+                self.sequence.forget();
+            }
+            let prior = self.sequence.prior();
+            let continues = prior.is_some() && self.sequence.hashes.is_some();
+            if let (Some((ids, _)), Some(limit)) = (prior, options.max_context_tokens)
+                && ids.len() >= limit as usize
+            {
+                return Err(Halt::End(EndReason::ContextLimit, None));
+            }
+            let request = TurnRequest {
+                task: &self.plan.task,
+                sample_index: self.plan.sample_index,
+                episode_seed: self.plan.seed,
+                step,
+                messages: &self.messages,
+                tools: &self.plan.tools,
+                prior: prior.map(|(token_ids, messages)| Prior {
+                    token_ids,
+                    messages,
+                }),
+                sampling: options.sampling,
+                seed: seed_of(&[&self.plan.seed.to_string(), &step.to_string()]),
+            };
+            let asked = tokio::time::timeout(
+                left.saturating_sub(begun.elapsed()),
+                options.policy.client.turn(request),
+            );
+            let answer = tokio::select! {
+                biased;
+                () = shared.stop.stopped() => return Err(Halt::Suspend),
+                answer = asked => answer,
+            };
+            // What another tokenizer's ids are continued with is nothing to go on with: asked again with the words alone.
+            match answer {
+                Ok(Ok(reply)) => {
+                    if !continues || !self.sequence.is_foreign_to(&reply) {
+                        break reply;
+                    }
+                }
+                Ok(Err(PolicyError::Status { status: 400, .. })) if continues && same.is_none() => {
+                }
+                Ok(Err(error)) => return Err(shared.endpoint_fault(error)),
+                // A single turn that eats most of an episode's time is the endpoint's doing.
+                Err(_) if left * 2 > options.episode_timeout => {
+                    return Err(Halt::End(
+                        EndReason::EndpointFault,
+                        Some(format!("no reply within {} s", left.as_secs())),
+                    ));
+                }
+                Err(_) => return Err(Halt::End(EndReason::EpisodeTimeout, None)),
+            }
+            self.sequence.forget();
         };
         let took = begun.elapsed();
-        let reply = match answer {
-            Ok(Ok(reply)) => reply,
-            Ok(Err(error)) => return Err(self.shared.endpoint_fault(error)),
-            // A single turn that eats most of an episode's time is the endpoint's doing.
-            Err(_) if left * 2 > options.episode_timeout => {
-                return Err(Halt::End(
-                    EndReason::EndpointFault,
-                    Some(format!("no reply within {} s", left.as_secs())),
-                ));
-            }
-            Err(_) => return Err(Halt::End(EndReason::EpisodeTimeout, None)),
-        };
-        self.shared.endpoint_works(reply.generated_tokens);
+        shared.endpoint_works(&reply);
         self.clock += took;
         let turn = LoggedTurn {
             started_at,
@@ -372,11 +403,15 @@ impl<'a> Episode<'a> {
             Message::text(Role::Assistant, reply.text.clone())
         };
         self.say(message, Some(step));
+        if self.sequence.is_foreign_to(reply) {
+            self.sequence.forget();
+        }
         let added = self.sequence.advance(
             &reply.prompt_token_ids,
             &reply.token_ids,
             self.messages.len(),
         );
+        self.sequence.hashes = TokenHashes::of(reply);
         if let Some(added) = added {
             let spans = spans::loss_spans(self.shared.options.tokenizer.as_deref(), reply);
             self.rows.token(step, added, reply, spans);
@@ -450,7 +485,6 @@ impl<'a> Episode<'a> {
             PastCall::Result(logged) => {
                 self.clock += Duration::from_micros(logged.row.wall_us.max(0) as u64);
                 self.warned |= self.clock >= self.shared.options.episode_timeout.mul_f64(WARN_AT);
-                self.state_lost += u32::from(logged.row.state_lost && !logged.sandbox_ended);
                 let mut logged = *logged;
                 // What a branch takes over was logged under its parent's name.
                 logged.row.run_date.clone_from(&row.run_date);
@@ -467,17 +501,24 @@ impl<'a> Episode<'a> {
             }
             PastCall::Silent => self.run_call(step, index, call, action, row).await?,
         };
+        if logged.row.outcome == CallOutcome::SandboxFault.as_str() {
+            let end = end_of_fault(&logged.row);
+            self.rows.tool_calls.push(logged.row);
+            return Err(end);
+        }
+        self.pack.add(step, index, &logged);
         let changed_output = self.apply(&logged);
         self.artifacts.extend(logged.artifacts);
         self.note_call(step, logged.row, Some(arguments));
         if changed_output {
-            self.check_milestones(step);
+            self.check_milestones(step).await;
         }
         self.answer_call(step, call, logged.observation);
         Ok(())
     }
 
-    /// Runs a call: intent, call, result, each in the journal before what follows it.
+    /// Runs a call: intent, call, result, each in the journal before what follows it. A sandbox's fault is a result too, or the call's
+    /// outcome would be unknown to whoever resumes the episode.
     async fn run_call(
         &mut self,
         step: u32,
@@ -487,7 +528,7 @@ impl<'a> Episode<'a> {
         mut row: ToolCallRow,
     ) -> Result<LoggedCall, Halt> {
         self.check_open()?;
-        self.lease().await?;
+        let no_room = self.lease().await?;
         let shared = self.shared;
         let id = &self.plan.episode_id;
         shared.log_intent(id, step, index)?;
@@ -505,18 +546,23 @@ impl<'a> Episode<'a> {
             .max(Duration::from_millis(1));
         let action = within(action, shared.options.call_timeout, left);
         row.started_at = Timestamp(now_us());
-        let Some(sandbox) = &mut self.sandbox else {
-            return Err(Halt::End(
-                EndReason::SandboxFault,
-                Some("no sandbox".to_owned()),
-            ));
+        let called = match (no_room, &mut self.sandbox) {
+            (Some(message), _) => Ok(Called::plain(calls::no_room(tool, &message))),
+            (None, Some(sandbox)) => {
+                calls::run(sandbox, tool, action, injected, &self.files, true).await
+            }
+            (None, None) => Err(SandboxError::Lost {
+                cause: "there was none".to_owned(),
+            }),
         };
-        let called = match calls::run(sandbox, tool, action, injected, &self.files, true).await {
+        let called = match called {
             Ok(called) => called,
             Err(error) => {
-                row.outcome = CallOutcome::SandboxFault.to_string();
-                self.rows.tool_calls.push(row);
-                return Err(shared.sandbox_fault(&error));
+                let logged = faulted(row, &error);
+                shared.log_result(id, step, index, &logged)?;
+                self.hold(Point::ResultLogged).await;
+                shared.sandbox_fault(&error);
+                return Ok(logged);
             }
         };
         shared.sandbox_works();
@@ -539,25 +585,36 @@ impl<'a> Episode<'a> {
         for warning in &result.warnings {
             let _ = write!(text, "\n[warning: {warning}]");
         }
-        let sandbox_ended = self.sandbox.as_ref().is_none_or(Sandbox::is_lost);
-        if sandbox_ended {
-            self.sandbox = None;
-            text.push_str(
-                "\n[the sandbox ended with this call; the files are as they were before it]",
-            );
-        }
+        let sandbox_ended = self.sandbox.as_ref().is_some_and(Sandbox::is_lost);
         fill_row(&mut row, &result, seen.truncated || called.seen.is_some());
         let mut extras = serde_json::Map::new();
         if let Some(injected) = &called.injected {
-            row.fault_injected = Some(injected.kind.to_string());
+            row.fault_injected = injected.took_place().then(|| injected.kind.to_string());
             extras.insert("fault".to_owned(), json!(injected));
         }
         if sandbox_ended {
+            self.sandbox = None;
             extras.insert("sandbox_ended".to_owned(), true.into());
+            text.push_str(
+                "\n[the sandbox ended with this call; the files are as they were before it",
+            );
+            // Where the fault ended it, the agent has not lost them, and the episode can't go on.
+            if let Some(what) = self.files.lost()
+                && !calls::says_nothing(&row)
+            {
+                let _ = write!(text, ", except that it took {what} along");
+            }
+            text.push(']');
         }
         note_sandbox(&mut extras, &result);
         row.extras = (!extras.is_empty()).then(|| Value::Object(extras).to_string());
-        let artifacts = self.keep_outputs(step, index, &result)?;
+        let artifacts = keep_outputs(
+            shared.options.artifacts_dir.as_deref(),
+            step,
+            index,
+            &result,
+        )
+        .await?;
         self.hold(Point::CallDone).await;
         let logged = LoggedCall {
             row,
@@ -571,65 +628,74 @@ impl<'a> Episode<'a> {
         Ok(logged)
     }
 
-    /// A sandbox laid out with the files as they are now, if there is none yet.
-    async fn lease(&mut self) -> Result<(), Halt> {
+    /// A sandbox laid out with the files as they are now, if there is none yet. What it says is why the files that the agent left don't
+    /// fit one.
+    async fn lease(&mut self) -> Result<Option<String>, Halt> {
         if self.sandbox.is_some() {
-            return Ok(());
+            return Ok(None);
         }
         if let Some(what) = self.files.lost() {
-            return Err(lost(&what));
+            return Err(self.lost(&what));
         }
         let setup = Setup {
             files: self.files.setup().to_vec(),
             ..Setup::default()
         };
-        let branch = self.shared.options.branch.as_ref();
-        let leased = async {
-            let mut sandbox = match branch {
-                Some(branch) => self.shared.pool.branch(&branch.snapshot).await?,
-                None => self.shared.pool.lease(&setup).await?,
-            };
-            let changes = self.files.changes();
-            if !changes.is_empty() {
-                sandbox.apply(&changes).await?;
-            }
-            Ok(sandbox)
+        let leased = match self.shared.options.branch.as_ref() {
+            Some(branch) => self.shared.pool.branch(&branch.snapshot).await,
+            None => self.shared.pool.lease(&setup).await,
         };
-        match leased.await {
-            Ok(sandbox) => {
-                self.sandbox = Some(sandbox);
-                Ok(())
+        let mut sandbox = leased.map_err(|error| self.fault(&error))?;
+        let changes = self.files.changes();
+        if !changes.is_empty() {
+            match sandbox.apply(&changes).await {
+                Ok(()) => {}
+                Err(error) if !error.is_infrastructure() => return Ok(Some(error.to_string())),
+                Err(error) => return Err(self.fault(&error)),
             }
-            Err(error) => Err(self.shared.sandbox_fault(&error)),
         }
+        self.sandbox = Some(sandbox);
+        Ok(None)
     }
 
-    /// Whole outputs that do not fit a row.
-    fn keep_outputs(
-        &self,
-        step: u32,
-        index: usize,
-        result: &CallResult,
-    ) -> Result<Vec<Artifact>, AgentError> {
-        let Some(dir) = &self.shared.options.artifacts_dir else {
-            return Ok(Vec::new());
-        };
-        let mut kept = Vec::new();
-        for (name, bytes) in [("stdout", &result.stdout), ("stderr", &result.stderr)] {
-            if bytes.len() > ROW_OUTPUT_BYTES {
-                let name = format!("step {step} call {index} {name}");
-                kept.push(artifacts::keep(dir, &name, bytes)?);
-            }
+    /// The end that an error of the sandbox brings.
+    fn fault(&self, error: &SandboxError) -> Halt {
+        let (reason, cause) = self.shared.sandbox_fault(error);
+        Halt::End(reason, Some(cause))
+    }
+
+    /// The end of an episode whose files can't be brought back.
+    fn lost(&mut self, what: &str) -> Halt {
+        let lost = self.rows.tool_calls.iter().filter(|row| row.state_lost);
+        self.state_lost = lost.count() as u32;
+        Halt::End(
+            EndReason::Interrupted,
+            Some(format!(
+                "{what} could not be kept in the journal, so the files can't be restored"
+            )),
+        )
+    }
+
+    /// What all calls changed, with contents.
+    async fn keep_changes(&mut self) -> Result<(), AgentError> {
+        if let Some(dir) = &self.shared.options.artifacts_dir
+            && let Some(content) = std::mem::take(&mut self.pack).finish()
+        {
+            let kept = artifacts::keep_aside(dir, PACK.to_owned(), content).await?;
+            self.artifacts.push(kept);
         }
-        Ok(kept)
+        Ok(())
     }
 
     /// Takes over what a call changed. True if one of the outputs did.
     fn apply(&mut self, logged: &LoggedCall) -> bool {
         if logged.sandbox_ended {
+            if !calls::says_nothing(&logged.row) {
+                self.files.forget_lost();
+            }
             return false;
         }
-        self.files.change(&logged.files, logged.row.state_lost);
+        self.files.change(&logged.files, logged.is_incomplete());
         self.file_changes += u32::from(!logged.files.is_empty());
         logged
             .files
@@ -639,21 +705,29 @@ impl<'a> Episode<'a> {
 
     /// A call's row, and the reward components that it brings.
     fn note_call(&mut self, step: u32, row: ToolCallRow, arguments: Option<&Value>) {
-        let fault: Option<FaultKind> = row
-            .fault_injected
-            .as_deref()
-            .and_then(|kind| kind.parse().ok());
-        // Doing the same again is a repetition only while no file has changed since. What a fault spoilt may well be tried again.
-        let spoilt = fault.is_some_and(|kind| kind != FaultKind::Slow);
+        if calls::says_nothing(&row) {
+            // After it everything may be looked at or tried again.
+            self.seen_calls.clear();
+        } else {
+            self.penalties(step, &row);
+        }
+        if let Some(arguments) = arguments
+            && row.outcome == CallOutcome::Ok.as_str()
+            && let Some(name) = call_milestone(&self.plan.task, &row.tool, arguments)
+        {
+            self.reach(step, &name);
+        }
+        self.rows.tool_calls.push(row);
+    }
+
+    fn penalties(&mut self, step: u32, row: &ToolCallRow) {
+        // Doing the same again is a repetition only while no file has changed since.
         let before = self
             .file_changes
             .saturating_sub(u32::from(!row.files_changed.is_empty()));
-        let earlier = if spoilt {
-            self.seen_calls.get(&row.call_hash).copied()
-        } else {
-            self.seen_calls
-                .insert(row.call_hash.clone(), self.file_changes)
-        };
+        let earlier = self
+            .seen_calls
+            .insert(row.call_hash.clone(), self.file_changes);
         if earlier.is_some_and(|changes| changes == before) {
             self.rows.reward(Some(step), "repeat", 1.0);
         }
@@ -664,19 +738,9 @@ impl<'a> Episode<'a> {
             CallOutcome::Disk,
             CallOutcome::OutputLimit,
         ];
-        // A disk that was filled on purpose is no limit that the agent ran into.
-        let filled =
-            fault == Some(FaultKind::DiskFull) && row.outcome == CallOutcome::Disk.as_str();
-        if !row.schema_ok || !filled && limits.iter().any(|limit| limit.as_str() == row.outcome) {
+        if !row.schema_ok || limits.iter().any(|limit| limit.as_str() == row.outcome) {
             self.rows.reward(Some(step), "violation", 1.0);
         }
-        if let Some(arguments) = arguments
-            && row.outcome == CallOutcome::Ok.as_str()
-            && let Some(name) = call_milestone(&self.plan.task, &row.tool, arguments)
-        {
-            self.reach(step, &name);
-        }
-        self.rows.tool_calls.push(row);
     }
 
     fn answer_call(&mut self, step: u32, call: &ToolCall, text: String) {
@@ -735,18 +799,21 @@ impl<'a> Episode<'a> {
     }
 
     /// Milestones that the files show right now, so that they count for the step that reached them.
-    fn check_milestones(&mut self, step: u32) {
+    async fn check_milestones(&mut self, step: u32) {
         let task = &self.plan.task;
-        if task
-            .milestones
-            .iter()
-            .all(|m| self.milestones.contains(&m.name))
-        {
+        let all = task.milestones.iter();
+        if self.verifier_failed || all.into_iter().all(|m| self.milestones.contains(&m.name)) {
             return;
         }
-        let verification = self.plan.set.verify(task, &self.known_outputs(), None);
-        for name in verification.milestones {
-            self.reach(step, &name);
+        let (set, task) = (self.plan.set.clone(), task.clone());
+        match judge(set, task, self.known_outputs(), None).await {
+            Ok(verification) => {
+                for name in verification.milestones {
+                    self.reach(step, &name);
+                }
+            }
+            // What becomes of the episode is for the last look to say; there is no point in asking before it.
+            Err(_) => self.verifier_failed = true,
         }
     }
 
@@ -765,7 +832,7 @@ impl<'a> Episode<'a> {
         }
         let Some(sandbox) = &mut self.sandbox else {
             return match self.files.lost() {
-                Some(what) => Err(lost(&what)),
+                Some(what) => Err(self.lost(&what)),
                 None => Ok(self.known_outputs()),
             };
         };
@@ -780,7 +847,7 @@ impl<'a> Episode<'a> {
                     files.insert(path.clone(), result.stdout);
                 }
                 Ok(_) => {}
-                Err(error) => return Err(self.shared.sandbox_fault(&error)),
+                Err(error) => return Err(self.fault(&error)),
             }
         }
         Ok(files)
@@ -806,29 +873,11 @@ impl<'a> Episode<'a> {
                 ));
             }
         };
-        let (set, task, answer) = (
-            self.plan.set.clone(),
-            self.plan.task.clone(),
-            self.answer.clone(),
-        );
-        let verifying =
-            tokio::task::spawn_blocking(move || set.verify(&task, &files, answer.as_deref()));
-        let verification = match tokio::time::timeout(VERIFY_TIMEOUT, verifying).await {
-            Ok(Ok(verification)) => verification,
-            Ok(Err(panic)) => {
-                return Ok((
-                    EndReason::VerifierFault,
-                    Some(format!("the verifier panicked: {panic}")),
-                ));
-            }
-            Err(_) => {
-                let cause = format!("the verifier took more than {} s", VERIFY_TIMEOUT.as_secs());
-                return Ok((EndReason::VerifierFault, Some(cause)));
-            }
+        let (set, task) = (self.plan.set.clone(), self.plan.task.clone());
+        let verification = match judge(set, task, files, self.answer.clone()).await {
+            Ok(verification) => verification,
+            Err(fault) => return Ok((EndReason::VerifierFault, Some(fault))),
         };
-        if let Some(fault) = verification.fault {
-            return Ok((EndReason::VerifierFault, Some(fault)));
-        }
         let last = self
             .rows
             .steps
@@ -1007,19 +1056,58 @@ impl<'a> Episode<'a> {
     }
 }
 
-/// What a sandbox tells of a call and no column holds.
+/// Whole outputs that do not fit a row.
+async fn keep_outputs(
+    dir: Option<&Utf8Path>,
+    step: u32,
+    index: usize,
+    result: &CallResult,
+) -> Result<Vec<Artifact>, AgentError> {
+    let Some(dir) = dir else {
+        return Ok(Vec::new());
+    };
+    let mut kept = Vec::new();
+    for (name, bytes) in [("stdout", &result.stdout), ("stderr", &result.stderr)] {
+        if bytes.len() > ROW_OUTPUT_BYTES {
+            let name = format!("step {step} call {index} {name}");
+            kept.push(artifacts::keep_aside(dir, name, bytes.clone()).await?);
+        }
+    }
+    Ok(kept)
+}
+
+/// What a sandbox tells of a call and no column holds. The keys are documented with the table.
 fn note_sandbox(extras: &mut serde_json::Map<String, Value>, result: &CallResult) {
     let mut note = |key: &str, value: Value| {
         extras.insert(key.to_owned(), value);
     };
+    note("why", result.reason().as_str().into());
     if !matches!(
         result.outcome,
         drillyard_sandbox::CallOutcome::Ok | drillyard_sandbox::CallOutcome::Error
     ) {
-        note("why", result.why().into());
+        note("why_text", result.why().into());
     }
-    if let Some(processes) = result.processes {
-        note("processes", processes.into());
+    // What was never run used nothing.
+    if result.cpu.is_some() {
+        note("user_us", micros(result.user).into());
+        note("system_us", micros(result.system).into());
+        note("oom_kills", result.oom_kills.into());
+        note("survivors", result.survivors.into());
+    }
+    for (key, value) in [
+        ("peak_process_memory_bytes", result.peak_process_memory),
+        ("io_read_bytes", result.read_chars),
+        ("io_written_bytes", result.written_chars),
+        ("processes", result.processes),
+        ("peak_processes", result.peak_processes),
+    ] {
+        if let Some(value) = value {
+            note(key, value.into());
+        }
+    }
+    if result.changes_incomplete {
+        note(CHANGES_INCOMPLETE, true.into());
     }
     if !result.warnings.is_empty() {
         note("limit_warnings", json!(result.warnings));
@@ -1032,13 +1120,58 @@ fn note_sandbox(extras: &mut serde_json::Map<String, Value>, result: &CallResult
     }
 }
 
-/// The end of an episode whose files the journal could not hold.
-fn lost(what: &str) -> Halt {
+/// What the verifier says of these files; an error where it fails, which tells nothing of them.
+async fn judge(
+    set: Arc<dyn TaskSet>,
+    task: Arc<Task>,
+    files: BTreeMap<String, Vec<u8>>,
+    answer: Option<String>,
+) -> Result<Verification, String> {
+    let verifying =
+        tokio::task::spawn_blocking(move || set.verify(&task, &files, answer.as_deref()));
+    let verification = match tokio::time::timeout(VERIFY_TIMEOUT, verifying).await {
+        Ok(Ok(verification)) => verification,
+        Ok(Err(panic)) => return Err(format!("the verifier panicked: {panic}")),
+        Err(_) => {
+            let seconds = VERIFY_TIMEOUT.as_secs();
+            return Err(format!("the verifier took more than {seconds} s"));
+        }
+    };
+    match verification.fault {
+        Some(fault) => Err(fault),
+        None => Ok(verification),
+    }
+}
+
+/// The result of a call that the sandbox failed.
+fn faulted(mut row: ToolCallRow, error: &SandboxError) -> LoggedCall {
+    row.outcome = CallOutcome::SandboxFault.to_string();
+    let extras = json!({
+        "why": CallOutcome::SandboxFault.as_str(),
+        "end_reason": end_of(error).as_str(),
+        "cause": error.to_string(),
+    });
+    row.extras = Some(extras.to_string());
+    LoggedCall {
+        row,
+        observation: String::new(),
+        artifacts: Vec::new(),
+        files: Vec::new(),
+        sandbox_ended: true,
+    }
+}
+
+/// The end that such a call brings.
+fn end_of_fault(row: &ToolCallRow) -> Halt {
+    let extras: Value = row
+        .extras
+        .as_deref()
+        .and_then(|text| serde_json::from_str(text).ok())
+        .unwrap_or_default();
+    let reason = extras["end_reason"].as_str().unwrap_or_default();
     Halt::End(
-        EndReason::Interrupted,
-        Some(format!(
-            "{what} could not be kept in the journal, so the files can't be restored"
-        )),
+        reason.parse().unwrap_or(EndReason::SandboxFault),
+        extras["cause"].as_str().map(str::to_owned),
     )
 }
 
@@ -1145,15 +1278,76 @@ pub(crate) fn fill_row(row: &mut ToolCallRow, result: &CallResult, truncated: bo
         .iter()
         .map(|file| FileChange {
             path: file.path.clone(),
-            change: match file.change {
-                Change::Created => "created",
-                Change::Modified => "modified",
-                Change::Deleted => "deleted",
-            }
-            .to_owned(),
+            change: pack::label(file.change).to_owned(),
             before_hash: file.before_hash.clone(),
             after_hash: file.after_hash.clone(),
             size_bytes: file.size as i64,
         })
         .collect();
+}
+
+#[cfg(test)]
+mod tests {
+    use drillyard_gym::{ExpertTurn, Family, GymError, task_set};
+    use drillyard_schema::Split;
+
+    use super::*;
+
+    /// Verifies nothing.
+    struct Broken(Option<&'static str>);
+
+    impl TaskSet for Broken {
+        fn name(&self) -> &'static str {
+            "broken"
+        }
+
+        fn version(&self) -> &'static str {
+            "1"
+        }
+
+        fn families(&self) -> &[Family] {
+            &[]
+        }
+
+        fn generate(&self, _: Split, _: usize, _: u64) -> Vec<Task> {
+            Vec::new()
+        }
+
+        fn asset(&self, name: &str) -> Result<Arc<[u8]>, GymError> {
+            panic!("{name}")
+        }
+
+        fn outputs(&self, _: &Task) -> Vec<String> {
+            Vec::new()
+        }
+
+        fn verify(&self, _: &Task, _: &BTreeMap<String, Vec<u8>>, _: Option<&str>) -> Verification {
+            let fault = self.0.expect("a verifier with a defect");
+            Verification {
+                success: false,
+                score: 0.0,
+                detail: String::new(),
+                milestones: vec!["looked".to_owned()],
+                fault: Some(fault.to_owned()),
+            }
+        }
+
+        fn expert(&self, _: &Task, _: u64, _: f64) -> Vec<ExpertTurn> {
+            Vec::new()
+        }
+    }
+
+    #[tokio::test]
+    async fn a_verifier_that_fails_says_nothing_and_ends_nothing() {
+        let set = task_set("wrangle").unwrap();
+        let task = Arc::new(set.generate(Split::Train, 1, 1).pop().unwrap());
+        for (broken, part) in [
+            (Broken(None), "panicked"),
+            (Broken(Some("no database")), "no database"),
+        ] {
+            let judged = judge(Arc::new(broken), task.clone(), BTreeMap::new(), None).await;
+            assert!(judged.unwrap_err().contains(part));
+        }
+        assert!(judge(set, task, BTreeMap::new(), None).await.is_ok());
+    }
 }

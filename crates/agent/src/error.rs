@@ -3,6 +3,7 @@
 use drillyard_gym::GymError;
 use drillyard_lake::LakeError;
 use drillyard_sandbox::SandboxError;
+use drillyard_schema::EpisodeId;
 
 use crate::policy::PolicyError;
 
@@ -50,6 +51,18 @@ pub enum AgentError {
     /// The options make no sense.
     #[error("{0}")]
     Options(String),
+    /// No new episode can go on from there.
+    #[error("episode {episode} can't be left at step {step}: {why}")]
+    CannotLeave {
+        /// The episode.
+        episode: EpisodeId,
+        /// The step asked for.
+        step: u32,
+        /// The cause.
+        why: String,
+        /// What can be done instead.
+        way_out: String,
+    },
     /// A worker ended without a result; a defect of Drillyard.
     #[error("an episode's worker ended without a result: {0}")]
     Worker(String),

@@ -40,9 +40,9 @@ impl Files {
         self.incomplete = false;
     }
 
-    /// Takes over a call's changes; `lost` where they do not tell everything.
-    pub fn change(&mut self, changed: &[ChangedFile], lost: bool) {
-        self.incomplete |= lost && !changed.iter().any(is_lost);
+    /// Takes over a call's changes; `incomplete` where they do not tell everything.
+    pub fn change(&mut self, changed: &[ChangedFile], incomplete: bool) {
+        self.incomplete |= incomplete;
         for file in changed {
             self.changes.insert(file.path.clone(), file.clone());
         }
@@ -54,10 +54,16 @@ impl Files {
             return Some("a change".to_owned());
         }
         let file = self.changes.values().find(|file| is_lost(file))?;
-        Some(format!(
-            "the content of '{}' ({} bytes)",
-            file.path, file.size
-        ))
+        Some(match file.kind {
+            Kind::Other => format!("the pipe or socket '{}'", file.path),
+            _ => format!("the content of '{}' ({} bytes)", file.path, file.size),
+        })
+    }
+
+    /// Goes on without what can't be restored: a sandbox that ended took it along.
+    pub fn forget_lost(&mut self) {
+        self.incomplete = false;
+        self.changes.retain(|_, file| !is_lost(file));
     }
 
     /// A file's content; none where it does not exist or is not known.
@@ -99,11 +105,9 @@ impl Files {
     }
 }
 
-/// Its content is needed to restore it, and is not there.
+/// It can't be restored: its content is not there, or it is of no kind that is.
 fn is_lost(file: &ChangedFile) -> bool {
-    file.change != Change::Deleted
-        && matches!(file.kind, Kind::File | Kind::Link)
-        && file.content.is_none()
+    file.change != Change::Deleted && file.kind != Kind::Dir && file.content.is_none()
 }
 
 #[cfg(test)]
@@ -147,7 +151,7 @@ mod tests {
     #[test]
     fn a_lost_content_is_named_until_the_file_is_known_again() {
         let mut files = Files::default();
-        files.change(&[changed("big", Change::Created, None)], true);
+        files.change(&[changed("big", Change::Created, None)], false);
         assert!(files.lost().unwrap().contains("'big'"));
         files.change(&[changed("big", Change::Deleted, None)], false);
         assert_eq!(files.lost(), None);
@@ -173,5 +177,25 @@ mod tests {
         files.change(&[], true);
         files.change(&[changed("x", Change::Created, Some(b""))], false);
         assert!(files.lost().is_some());
+        // Nor does a large file explain it, once that is gone.
+        let mut files = Files::default();
+        files.change(&[changed("big", Change::Created, None)], true);
+        files.change(&[changed("big", Change::Deleted, None)], false);
+        assert_eq!(files.lost().as_deref(), Some("a change"));
+    }
+
+    #[test]
+    fn what_a_sandbox_took_along_is_forgotten_and_the_rest_stays() {
+        let mut files = Files::new(vec![("in".to_owned(), Arc::from(&b"a"[..]))]);
+        files.change(
+            &[
+                changed("in", Change::Modified, None),
+                changed("out", Change::Created, Some(b"1")),
+            ],
+            true,
+        );
+        files.forget_lost();
+        assert_eq!((files.lost(), files.changes().len()), (None, 1));
+        assert_eq!(files.content("in"), Some(&b"a"[..]));
     }
 }

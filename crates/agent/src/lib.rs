@@ -24,6 +24,7 @@ mod episode;
 mod error;
 mod files;
 mod options;
+mod pack;
 mod past;
 mod policy;
 mod progress;
@@ -39,13 +40,15 @@ mod tokens;
 
 pub use error::AgentError;
 pub use options::{HoldAt, Point, RolloutOptions, RolloutSummary, Shard};
+pub use pack::{CallChanges, Missing, changes_before};
 pub use policy::{
     ExpertClient, OpenAiClient, OpenAiConfig, Policy, PolicyClient, PolicyError, Prior, Recording,
     ReplayClient, ReplayTurn, Retries, Sampling, ToolProtocol, TurnReply, TurnRequest,
 };
 pub use progress::{Progress, ProgressState, Silent};
 pub use replay::{
-    Branch, Clocks, Difference, Recorded, Replay, ReplayedCall, Sameness, branch, replay,
+    Branch, Clocks, Difference, Recorded, Replay, ReplayedCall, Sameness, branch, can_be_left,
+    ground, replay, restore,
 };
 pub use rollout::rollout;
 pub use stop::{CtrlC, Stop};

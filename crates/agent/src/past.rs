@@ -6,6 +6,7 @@ use drillyard_sandbox::ChangedFile;
 use drillyard_schema::EndReason;
 use drillyard_schema::table::{Artifact, ToolCallRow};
 use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::episode::Halt;
 use crate::policy::TurnReply;
@@ -27,6 +28,25 @@ pub(crate) struct LoggedCall {
     pub files: Vec<ChangedFile>,
     /// The sandbox ended with the call; the next call gets one with the files as they were before.
     pub sandbox_ended: bool,
+}
+
+impl LoggedCall {
+    /// Something changed that its list of files does not tell.
+    pub fn is_incomplete(&self) -> bool {
+        is_noted(&self.row, CHANGES_INCOMPLETE)
+    }
+}
+
+/// The note in a row's `extras` for a call whose list of changed files does not tell all.
+pub(crate) const CHANGES_INCOMPLETE: &str = "changes_incomplete";
+
+/// Whether the `extras` of a row say so.
+pub(crate) fn is_noted(row: &ToolCallRow, key: &str) -> bool {
+    let extras = row
+        .extras
+        .as_deref()
+        .and_then(|text| serde_json::from_str::<Value>(text).ok());
+    extras.is_some_and(|extras| extras[key] == true)
 }
 
 /// One event of the past.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use drillyard_lake::{
@@ -18,8 +18,9 @@ use crate::episode::Halt;
 use crate::error::AgentError;
 use crate::options::{Point, RolloutOptions};
 use crate::past::{LoggedCall, LoggedTurn, Past, PastEvent};
-use crate::policy::PolicyError;
+use crate::policy::{PolicyError, TurnReply};
 use crate::stop::Stop;
+use crate::tokens::TokenHashes;
 
 /// Faults in a row at which a rollout stops.
 const FAULTS_IN_A_ROW: u32 = 8;
@@ -45,6 +46,8 @@ pub(crate) struct Shared {
     endpoint_faults: AtomicU32,
     sandbox_faults: AtomicU32,
     abort: Mutex<Option<AgentError>>,
+    /// What the endpoint says of its tokenizer and template, once it has said something.
+    token_hashes: OnceLock<TokenHashes>,
     steps: AtomicU64,
     generated_tokens: AtomicU64,
 }
@@ -94,6 +97,7 @@ impl Shared {
                 endpoint_faults: AtomicU32::new(0),
                 sandbox_faults: AtomicU32::new(0),
                 abort: Mutex::new(None),
+                token_hashes: OnceLock::new(),
                 steps: AtomicU64::new(0),
                 generated_tokens: AtomicU64::new(0),
                 options,
@@ -137,40 +141,50 @@ impl Shared {
             PolicyError::Status { status, .. } => matches!(status, 401 | 403 | 404),
             _ => false,
         };
+        // No turn was taken, so that a suspended episode asks for it again.
         if refuses_us {
-            return self.abort(AgentError::Policy(error));
+            self.abort(AgentError::Policy(error));
+            return Halt::Suspend;
         }
         let faults = 1 + self.endpoint_faults.fetch_add(1, Ordering::Relaxed);
         if faults >= FAULTS_IN_A_ROW {
-            return self.abort(AgentError::EndpointGone {
+            self.abort(AgentError::EndpointGone {
                 faults,
                 last: error,
             });
+            return Halt::Suspend;
         }
         Halt::End(EndReason::EndpointFault, Some(error.to_string()))
     }
 
     /// A turn came back.
-    pub fn endpoint_works(&self, generated_tokens: Option<i32>) {
+    pub fn endpoint_works(&self, reply: &TurnReply) {
         self.endpoint_faults.store(0, Ordering::Relaxed);
         self.steps.fetch_add(1, Ordering::Relaxed);
-        let tokens = generated_tokens.unwrap_or(0).max(0) as u64;
+        if let Some(hashes) = TokenHashes::of(reply) {
+            self.token_hashes.get_or_init(|| hashes);
+        }
+        let tokens = reply.generated_tokens.unwrap_or(0).max(0) as u64;
         self.generated_tokens.fetch_add(tokens, Ordering::Relaxed);
     }
 
-    /// What follows from an error of the sandbox.
-    pub fn sandbox_fault(&self, error: &SandboxError) -> Halt {
+    /// Whether the endpoint's token ids mean what these mean; none where it has not said yet.
+    pub fn same_tokens(&self, hashes: &TokenHashes) -> Option<bool> {
+        let tokenizer = self.options.tokenizer.as_ref();
+        if tokenizer.is_some_and(|tokenizer| tokenizer.hash() != hashes.tokenizer) {
+            return Some(false);
+        }
+        Some(self.token_hashes.get()? == hashes)
+    }
+
+    /// How an error of the sandbox ends its episode. One too many in a row ends the rollout too, once what is under way is over.
+    pub fn sandbox_fault(&self, error: &SandboxError) -> (EndReason, String) {
         let faults = 1 + self.sandbox_faults.fetch_add(1, Ordering::Relaxed);
         if faults >= FAULTS_IN_A_ROW {
             let last = error.to_string();
-            return self.abort(AgentError::SandboxGone { faults, last });
+            self.abort(AgentError::SandboxGone { faults, last });
         }
-        let reason = if matches!(error, SandboxError::Io(_)) {
-            EndReason::HostFault
-        } else {
-            EndReason::SandboxFault
-        };
-        Halt::End(reason, Some(error.to_string()))
+        (end_of(error), error.to_string())
     }
 
     /// A call came back.
@@ -179,11 +193,10 @@ impl Shared {
     }
 
     /// Ends the rollout; the first error is the one that is told.
-    fn abort(&self, error: AgentError) -> Halt {
+    fn abort(&self, error: AgentError) {
         let mut abort = self.abort.lock().unwrap_or_else(PoisonError::into_inner);
         abort.get_or_insert(error);
         self.stop.stop();
-        Halt::Suspend
     }
 
     /// The error that ended the rollout, if one did.
@@ -253,6 +266,15 @@ impl Shared {
     /// episodes are synced by the writer.
     fn log(&self, event: &JournalEvent) -> Result<(), AgentError> {
         Ok(self.journal.append(event, false)?)
+    }
+}
+
+/// Which fault an error of the sandbox is.
+pub(crate) const fn end_of(error: &SandboxError) -> EndReason {
+    if matches!(error, SandboxError::Io(_)) {
+        EndReason::HostFault
+    } else {
+        EndReason::SandboxFault
     }
 }
 

@@ -4,6 +4,27 @@
 //! takes prior token ids) and adds ids; only the added ones are stored. So the sequence is rebuilt by: cut to `kept_prefix`, append
 //! `context_ids`, append `generated_ids`.
 
+use crate::policy::TurnReply;
+
+/// What token ids mean: the same ids under others are another text.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct TokenHashes {
+    /// Of the tokenizer.
+    pub tokenizer: String,
+    /// Of the chat template.
+    pub template: String,
+}
+
+impl TokenHashes {
+    /// What a reply says of its ids; none where the server says nothing.
+    pub fn of(reply: &TurnReply) -> Option<Self> {
+        Some(Self {
+            tokenizer: reply.tokenizer_hash.clone()?,
+            template: reply.template_hash.clone()?,
+        })
+    }
+}
+
 /// What one step adds to the sequence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Added {
@@ -16,6 +37,8 @@ pub(crate) struct Added {
 /// The token sequence of an episode so far.
 #[derive(Debug, Default)]
 pub(crate) struct Sequence {
+    /// Under which tokenizer and template the ids are those, where the server says.
+    pub hashes: Option<TokenHashes>,
     ids: Vec<i32>,
     messages: usize,
     known: bool,
@@ -50,6 +73,17 @@ impl Sequence {
         self.messages = messages;
         self.known = true;
         Some(added)
+    }
+
+    /// Whether the ids mean something else to whoever gave this reply.
+    pub fn is_foreign_to(&self, reply: &TurnReply) -> bool {
+        let theirs = TokenHashes::of(reply);
+        self.hashes.is_some() && theirs.is_some() && self.hashes != theirs
+    }
+
+    /// Nothing is known any more: the ids were another tokenizer's.
+    pub fn forget(&mut self) {
+        *self = Self::default();
     }
 
     /// The ids of the first messages of the conversation, and how many messages they are; none where unknown.

@@ -2,7 +2,9 @@
 
 #![expect(clippy::unwrap_used, reason = "tests fail by panicking")]
 
+mod ends;
 mod faults;
+mod packs;
 mod replay;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -925,6 +927,9 @@ async fn child_process() {
     let mut options = crash_options(&yard, told["endpoint"].as_str());
     if told["faults"] == true {
         options.faults = faults::mixed();
+    }
+    if let Some(calls) = told["kill_at_call"].as_u64() {
+        return ends::die_in_their_hands(&yard, options, calls).await;
     }
     let (point, nth) = (
         told["point"].as_str().unwrap().to_owned(),

@@ -610,6 +610,15 @@ fn episodes_are_replayed_and_branched() {
     );
     yard.fails(&["replay", "nothing"], 20, &["nothing", "episode_outcomes"]);
     yard.fails(&["branch", &ids[0], "--at", "7"], 2, &["rollout.max_steps"]);
+    // What was submitted is over, and nothing lies behind its end.
+    yard.fails(
+        &["branch", &ids[0], "--at", "3"],
+        12,
+        &["submitted", "hint: leave it at step 2"],
+    );
+    yard.fails(&["branch", &ids[0], "--at", "4"], 12, &["it has 3 steps"]);
+    let episodes = yard.rows("SELECT count(*) AS n FROM episodes");
+    assert_eq!(episodes[0]["n"], 14, "a refused branch made episodes");
 
     let (out, _) = yard.ok(&["branch", &ids[0], "--at", "1", "--n", "3"]);
     assert!(out.contains("3 episodes from step 1"), "{out}");
@@ -628,8 +637,147 @@ fn episodes_are_replayed_and_branched() {
         "SELECT count(*) AS n FROM episodes p JOIN episodes b ON p.group_id = b.group_id WHERE p.parent_episode_id IS NULL AND b.parent_episode_id IS NOT NULL",
     );
     assert_eq!(shared[0]["n"], 0, "a branch is in its parent's group");
-    let (out, _) = yard.ok(&["branch", &ids[0], "--at", "1", "--n", "3"]);
+    let (out, err) = yard.ok(&["branch", &ids[0], "--at", "1", "--n", "3"]);
     assert!(out.contains("3 of them were in the lake already"), "{out}");
+    assert!(err.contains("nothing to redo"), "{err}");
+    let (out, _) = yard.ok(&["branch", &ids[0], "--at", "1", "--n", "4"]);
+    assert!(out.contains("3 of them were in the lake already"), "{out}");
+}
+
+/// A branch run has a record like any other: its settings are known, and its parent's are where the task came from.
+#[test]
+fn a_branch_is_replayed_without_the_settings_it_was_made_with() {
+    let yard = Yard::new(&["policy.kind=expert", "tasks.train=2", "tasks.samples=1"]);
+    yard.ok(&["--set", "seed=3", "rollout"]);
+    let parent = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"].clone();
+    let parent = parent.as_str().unwrap();
+    yard.ok(&["branch", parent, "--at", "1", "--n", "1"]);
+    let branched = "SELECT episode_id FROM episodes WHERE parent_episode_id IS NOT NULL";
+    let first = yard.rows(branched)[0]["episode_id"].clone();
+    let (out, err) = yard.ok(&["replay", first.as_str().unwrap()]);
+    assert!(out.contains(" 0 different"), "{out}");
+    assert!(!err.contains("no record"), "{err}");
+    let records = yard.rows("SELECT status, pipeline FROM runs WHERE stage = 'branch'");
+    assert_eq!(records.len(), 1, "{records:?}");
+    assert_eq!(records[0]["status"], "succeeded");
+    // A branch of the branch still is about the first one's task.
+    yard.ok(&["branch", first.as_str().unwrap(), "--at", "2", "--n", "1"]);
+    let second = format!(
+        "SELECT episode_id FROM episodes WHERE parent_episode_id = {}",
+        first.to_string().replace('"', "'")
+    );
+    let second = yard.rows(&second)[0]["episode_id"].clone();
+    yard.ok(&["replay", second.as_str().unwrap()]);
+}
+
+/// Branches are judged like other episodes; what is learnt from is the rollout alone.
+#[test]
+fn branches_are_judged_and_not_learnt_from() {
+    let yard = Yard::new(&["policy.kind=expert", "tasks.train=6", "tasks.samples=4"]);
+    yard.ok(&["rollout"]);
+    let groups =
+        "SELECT episode_id, group_id, n_total, baseline FROM latest_advantages ORDER BY episode_id";
+    yard.ok(&["credit"]);
+    let before = yard.rows(groups);
+    assert!(!before.is_empty());
+    let failed = yard.rows("SELECT episode_id FROM episode_outcomes WHERE NOT success LIMIT 1");
+    let parent = failed[0]["episode_id"].as_str().unwrap();
+    yard.ok(&["branch", parent, "--at", "1", "--n", "5"]);
+    let judged = "SELECT count(*) AS n, count(s.quality) AS scored FROM episodes e
+        LEFT JOIN latest_scores s ON e.episode_id = s.episode_id WHERE e.parent_episode_id IS NOT NULL";
+    assert_eq!(yard.rows(judged)[0]["scored"], 0);
+    let (_, err) = yard.ok(&["qa"]);
+    assert!(err.contains("5 episodes"), "{err}");
+    let row = &yard.rows(judged)[0];
+    assert_eq!(
+        (&row["n"], &row["scored"]),
+        (&Value::from(5), &Value::from(5))
+    );
+    // Branches of more than one place, and QA with another setting: all of them again.
+    yard.ok(&["branch", parent, "--at", "0", "--n", "2"]);
+    yard.ok(&["--set", "qa.block_above=0.9", "qa"]);
+    let row = &yard.rows(judged)[0];
+    assert_eq!(
+        (&row["n"], &row["scored"]),
+        (&Value::from(7), &Value::from(7))
+    );
+
+    let (_, err) = yard.ok(&["--set", "qa.block_above=0.9", "credit"]);
+    assert!(err.contains("groups:"), "{err}");
+    let mixed = yard.rows(
+        "SELECT count(*) AS n FROM raw.advantages a JOIN episodes e ON a.episode_id = e.episode_id WHERE e.parent_episode_id IS NOT NULL",
+    );
+    assert_eq!(mixed[0]["n"], 0, "credit took branches in");
+    let paired = yard.rows(
+        "SELECT count(*) AS n FROM raw.pairs p JOIN episodes e ON p.chosen_episode_id = e.episode_id OR p.rejected_episode_id = e.episode_id WHERE e.parent_episode_id IS NOT NULL",
+    );
+    assert_eq!(paired[0]["n"], 0, "pairs have branches");
+    assert_eq!(yard.rows(groups), before, "a baseline has moved");
+    let (_, err) = yard.ok(&["rollout"]);
+    assert!(err.contains("nothing to redo"), "{err}");
+}
+
+/// What a model wrote is shown to people, and tells their terminal nothing.
+#[test]
+fn what_a_model_wrote_gives_a_terminal_no_orders() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let nasty = "printf '\u{9b}2J\u{202e}'; date +%N > 'a\u{1b}[2Jb'";
+    let endpoint = runtime
+        .block_on(FakeEndpoint::start(move |request| match request.turn {
+            0 => Answer::call("execute_shell", &json!({ "command": nasty })),
+            _ => Answer::call("submit", &json!({ "answer": "\u{1b}]0;done\u{7}" })),
+        }))
+        .unwrap();
+    let url = format!("policy.base_url={}", endpoint.base_url());
+    let yard = Yard::new(&[
+        "policy.kind=openai",
+        &url,
+        "policy.model=fake",
+        "tasks.train=1",
+        "tasks.samples=1",
+    ]);
+    yard.ok(&["rollout"]);
+    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"].clone();
+    let output = yard.run(&["replay", id.as_str().unwrap()]);
+    assert_eq!(output.status.code(), Some(13));
+    let (told, _) = yard.ok(&["sql", "SELECT arguments, stdout FROM tool_calls"]);
+    for text in [texts(&output).0, texts(&output).1, told] {
+        let orders = |c: char| c.is_control() && c != '\n' || c == '\u{202e}';
+        assert!(!text.contains(orders), "{text:?}");
+        assert!(text.is_empty() || text.contains("\\u{"), "{text}");
+    }
+    // Programs get it as it is.
+    let (csv, _) = yard.ok(&["sql", "--format", "csv", "SELECT stdout FROM tool_calls"]);
+    assert!(csv.contains('\u{202e}'), "{csv}");
+}
+
+/// With faults in evaluations the card shows what they cost each policy.
+#[test]
+fn the_card_shows_what_faults_cost_in_the_evaluation() {
+    let yard = Yard::new(&[
+        "policy.kind=expert",
+        "tasks.train=14",
+        "tasks.samples=4",
+        "train.method=rejection_sampling",
+        "train.epochs=1",
+        "eval.tasks=14",
+        "eval.unseen_tasks=1",
+        "faults.permission_denied=0.3",
+        "faults.in_evaluation=true",
+    ]);
+    yard.ok(&["rollout"]);
+    yard.ok(&["qa"]);
+    let (card, _) = yard.ok(&["train"]);
+    let of_policies = card.split("held-out tasks,").nth(1).unwrap();
+    for line in [
+        "success without faults",
+        "success with faults",
+        "· permission denied",
+    ] {
+        let line = of_policies.lines().find(|text| text.contains(line));
+        let figures = line.unwrap_or_default().matches(" of ").count();
+        assert_eq!(figures, 2, "base and candidate:\n{card}");
+    }
 }
 
 /// An episode whose second call prints what is drawn anew each time.
@@ -672,13 +820,35 @@ fn a_replay_that_differs_says_where() {
     ] {
         assert!(out.contains(word), "no '{word}' in:\n{out}");
     }
-    yard.fails(
-        &["branch", &id, "--at", "2"],
-        12,
-        &["step 2", "earlier step"],
-    );
     let (out, _) = yard.ok(&["branch", &id, "--at", "1", "--n", "2"]);
     assert!(out.contains("2 episodes from step 1"), "{out}");
+    // What was kept of its files brings back what no second run would.
+    let (out, err) = yard.ok(&["branch", &id, "--at", "2", "--n", "2"]);
+    assert!(out.contains("2 episodes from step 2"), "{out}");
+    assert!(!err.contains("run again"), "{err}");
+    std::fs::remove_dir_all(yard.dir.path().join("yard/artifacts")).unwrap();
+    yard.fails(
+        &["branch", &id, "--at", "2", "--n", "3"],
+        12,
+        &["run again", "step 2", "earlier step"],
+    );
+}
+
+/// An episode that a fixed endpoint made, replayed in a yard of which something has changed.
+#[test]
+fn a_record_opens_no_door_that_is_shut_today() {
+    let yard = Yard::new(&["policy.kind=expert", "tasks.train=1", "tasks.samples=1"]);
+    let reach = "sandbox.network=[\"example.org:443\"]";
+    yard.ok(&["--set", reach, "rollout"]);
+    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"].clone();
+    let id = id.as_str().unwrap();
+    let (_, err) = yard.ok(&["replay", id]);
+    assert!(err.contains("could reach example.org:443"), "{err}");
+    let (_, err) = yard.ok(&["--set", reach, "replay", id]);
+    assert!(!err.contains("could reach"), "{err}");
+    let wider = "sandbox.network=[\"*.example.org:443\", \"example.org\"]";
+    let (_, err) = yard.ok(&["--set", wider, "replay", id]);
+    assert!(!err.contains("could reach"), "{err}");
 }
 
 #[test]
@@ -732,25 +902,68 @@ fn bad_input_ends_with_its_code_and_a_way_out() {
 
 #[test]
 fn limits_that_do_not_hold_are_refused_where_they_must() {
-    // The disk is memory, so that much of it is given nowhere.
-    let yard = Yard::new(&["tasks.train=2", "sandbox.limits.disk_mib=1000000"]);
-    let refused = ["disk", "way out"];
-    yard.fails(&["--require-limits", "rollout"], 12, &refused);
-    let required = "sandbox.require_limits=[\"files\", \"disk\"]";
-    yard.fails(&["--set", required, "rollout"], 12, &refused);
-    yard.fails(&["--require-limits", "limits"], 12, &refused);
-    yard.fails(
-        &["--set", "sandbox.require_limits=[\"disc\"]", "rollout"],
-        2,
-        &["disc", "processes"],
-    );
-    let episodes = yard.rows("SELECT count(*) AS n FROM episodes");
-    assert_eq!(episodes[0]["n"], 0, "nothing was run");
+    // One that is not set holds nowhere. Whether one on disk traffic does where it is set is the host's to say.
+    let yard = Yard::new(&["tasks.train=2", "tasks.samples=1", "policy.kind=expert"]);
+    let unset = ["--set", "sandbox.require_limits=[\"files\", \"io rate\"]"];
+    let unknown = ["--set", "sandbox.require_limits=[\"disc\"]"];
+    let all = ["--require-limits", "--set", "sandbox.limits.io_mib_s=1"];
+    let (limits, _) = yard.ok(&["--set", all[2], "limits"]);
+    let io_rate = limits.lines().find(|line| line.contains("io rate"));
+    let io_is_limited = !io_rate.unwrap().contains("DOESN'T");
+    if io_is_limited {
+        eprintln!("SKIPPED a part: this host limits disk traffic too");
+    }
+    let are_refused = |verb: &[&str]| {
+        let with = |options: &[&'static str]| -> Vec<String> {
+            let all = options.iter().chain(verb);
+            all.map(|word| (*word).to_owned()).collect()
+        };
+        let mut cases = vec![
+            (with(&unset), 12, ["io rate", "way out"]),
+            (with(&unknown), 2, ["disc", "processes"]),
+        ];
+        if !io_is_limited {
+            cases.push((with(&all), 12, ["io rate", "way out"]));
+        }
+        for (arguments, code, words) in &cases {
+            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
+            yard.fails(&arguments, *code, words);
+        }
+    };
+    for verb in ["rollout", "limits", "bench"] {
+        are_refused(&[verb]);
+    }
+    let count = || yard.rows("SELECT count(*) AS n FROM episodes")[0]["n"].clone();
+    assert_eq!(count(), 0, "nothing was run");
     yard.ok(&[
         "--set",
         "sandbox.require_limits=[\"wall time\", \"files\"]",
+        "--set",
+        all[2],
         "rollout",
     ]);
+    // Recorded calls are calls too, and what follows a branch as well.
+    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"].clone();
+    let id = id.as_str().unwrap();
+    let before = count();
+    if !io_is_limited {
+        let without = ["--set", "sandbox.limits.io_mib_s=0"];
+        let refused = ["io rate", "way out"];
+        yard.fails(
+            &[&without[..], &["--require-limits", "replay", id]].concat(),
+            12,
+            &refused,
+        );
+        are_refused(&["branch", id, "--at", "1", "--n", "1"]);
+    }
+    yard.fails(&[&unknown[..], &["replay", id]].concat(), 2, &["disc"]);
+    yard.fails(
+        &[&unknown[..], &["branch", id, "--at", "1"]].concat(),
+        2,
+        &["disc"],
+    );
+    assert_eq!(count(), before, "something was run");
+    yard.ok(&["replay", id]);
 }
 
 #[test]

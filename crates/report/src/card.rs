@@ -151,6 +151,25 @@ impl Card {
         row("not scored (infrastructure)", &|p| {
             p.infrastructure.to_string()
         });
+        let mut faults: Vec<&String> = Vec::new();
+        let shown = [Some(base), candidate];
+        for (name, _) in shown.into_iter().flatten().flat_map(|p| &p.faults) {
+            if !faults.contains(&name) {
+                faults.push(name);
+            }
+        }
+        for name in faults {
+            let label = name.replace('_', " ");
+            let label = if label.starts_with('·') {
+                label
+            } else {
+                format!("{label}, all families")
+            };
+            row(&label, &|p| {
+                let of_name = p.faults.iter().find(|(other, _)| other == name);
+                of_name.map_or_else(String::new, |(_, figure)| figure.clone())
+            });
+        }
         for family in base.families.keys() {
             row(&format!("· {family}"), &|p| {
                 p.families.get(family).map_or_else(String::new, |i| {
@@ -269,6 +288,7 @@ mod tests {
             families: BTreeMap::from([("filter".to_owned(), interval)]),
             episodes: 400,
             infrastructure: 0,
+            faults: Vec::new(),
         };
         Card {
             pipeline: "quickstart".into(),
@@ -299,6 +319,29 @@ mod tests {
     #[test]
     fn the_text_shows_figures_deltas_and_the_next_command() {
         insta::assert_snapshot!(card(0.5).to_text(Some(&card(0.4))));
+    }
+
+    #[test]
+    fn an_evaluation_with_faults_shows_success_without_and_with_them() {
+        let mut card = card(0.5);
+        let met = |name: &str, figure: &str| (name.to_owned(), figure.to_owned());
+        if let (Some(base), Some(candidate)) = (&mut card.base, &mut card.candidate) {
+            base.faults = vec![met("success_without_faults", "60.0 % of 9")];
+            candidate.faults = vec![
+                met("success_without_faults", "80.0 % of 8"),
+                met("·_disk_full", "10.0 % of 2"),
+            ];
+        }
+        let text = card.to_text(None);
+        let line = |name: &str| text.lines().find(|line| line.contains(name)).unwrap();
+        let both = line("success without faults, all families");
+        assert!(
+            both.contains("60.0 % of 9") && both.contains("80.0 % of 8"),
+            "{text}"
+        );
+        assert!(line("· disk full").contains("10.0 % of 2"), "{text}");
+        let kept: Card = serde_json::from_value(card.to_json()).unwrap();
+        assert_eq!(kept, card);
     }
 
     #[test]

@@ -47,6 +47,9 @@ pub struct PolicyFigures {
     pub episodes: u64,
     /// Of these ended by infrastructure, and so not scored.
     pub infrastructure: u64,
+    /// Success without and with faults that were injected, by name, as text; none where the evaluation had none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub faults: Vec<(String, String)>,
 }
 
 /// Success of each scored episode by task.
@@ -230,6 +233,7 @@ pub fn policy_figures(
         families,
         episodes: episodes.len() as u64,
         infrastructure: episodes.iter().filter(|e| e.status != "finished").count() as u64,
+        faults: Vec::new(),
     })
 }
 

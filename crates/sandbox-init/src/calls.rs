@@ -27,6 +27,8 @@ const UNKILLABLE: Duration = Duration::from_secs(5);
 const NO_START: u8 = 1;
 /// Told when it could not give up a privilege or take a limit on: nothing was run.
 const NO_SETUP: u8 = 2;
+/// So much of what a tool printed last is looked at for why it failed.
+const LAST_WORDS: usize = 4 << 10;
 /// Read from a tool's pipes at once.
 const CHUNK: usize = 16 << 10;
 
@@ -255,6 +257,7 @@ fn call(
     let (out_read, out_write) = sys::pipe()?;
     let (err_read, err_write) = sys::pipe()?;
     let (side_read, side_write) = sys::pipe()?;
+    let full_before = full(&spaces());
     let peak_anew = inside.meter.reset_peak();
     let before = inside.meter.read();
     let counted_before = inside.counts.read();
@@ -367,22 +370,19 @@ fn call(
         stderr.total = stderr.kept.len() as u64;
         exit_code = Some(if missing { 127 } else { 126 });
     }
+    let spaces = spaces();
+    // One that was full before may have nothing to do with how the call ended, unless it says so.
+    let filled = full(&spaces)
+        .iter()
+        .zip(full_before)
+        .any(|(now, before)| *now && !before);
+    let disk_full = filled || full(&spaces).contains(&true) && says_full([&stdout, &stderr]);
     // The fullest of the places, where they are not one.
-    let disk = [c"/work", c"/tmp", c"/dev/shm"]
-        .into_iter()
-        .filter_map(|place| {
-            sys::openat(libc::AT_FDCWD, place, libc::O_RDONLY | libc::O_DIRECTORY, 0)
-                .and_then(|d| sys::space(d.as_raw_fd()))
-                .ok()
-        })
-        .max_by_key(Space::thousandths);
-    let disk_full = disk
-        .as_ref()
-        .is_some_and(|d| d.free_bytes < 16 << 10 || d.free_files == 0);
+    let disk = spaces.into_iter().flatten().max_by_key(Space::thousandths);
     let piped = stdout.total.saturating_add(stderr.total);
     let stdout_span = put(out, &stdout.kept);
     let stderr_span = put(out, &stderr.kept);
-    let (changes, state_lost) = index.changes(out);
+    let changes = index.changes(out);
     Ok(Called {
         end,
         exit_code,
@@ -426,8 +426,36 @@ fn call(
         disk: disk.unwrap_or_default(),
         unkillable: finished.unkillable,
         survivors: finished.survivors,
-        changes,
-        state_lost,
+        changes: changes.list,
+        contents_missing: changes.contents_missing,
+        changes_incomplete: changes.incomplete,
+    })
+}
+
+/// How full each place is where files can be written; they may be one file system.
+fn spaces() -> [Option<Space>; 3] {
+    [c"/work", c"/tmp", c"/dev/shm"].map(|place| {
+        sys::openat(libc::AT_FDCWD, place, libc::O_RDONLY | libc::O_DIRECTORY, 0)
+            .and_then(|d| sys::space(d.as_raw_fd()))
+            .ok()
+    })
+}
+
+fn full(spaces: &[Option<Space>; 3]) -> [bool; 3] {
+    let is_full = |space: &Space| space.free_bytes < 16 << 10 || space.free_files == 0;
+    spaces
+        .each_ref()
+        .map(|space| space.as_ref().is_some_and(is_full))
+}
+
+/// Whether a tool's last words are those of a full disk, its own or the system's.
+fn says_full(streams: [&Stream; 2]) -> bool {
+    streams.into_iter().any(|stream| {
+        let tail = &stream.kept[stream.kept.len().saturating_sub(LAST_WORDS)..];
+        let tail = String::from_utf8_lossy(tail).to_ascii_lowercase();
+        ["no space left on device", "disk is full"]
+            .iter()
+            .any(|words| tail.contains(words))
     })
 }
 

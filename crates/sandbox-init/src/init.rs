@@ -242,8 +242,10 @@ pub struct Called {
     pub survivors: bool,
     /// What changed among the files, sorted by path.
     pub changes: Vec<Changed>,
-    /// Whether `changes` is not enough to bring the files to this state again.
-    pub state_lost: bool,
+    /// Of some of `changes` the content, which it would take to restore them, is not there.
+    pub contents_missing: bool,
+    /// More may have changed than `changes` tells: names that are not UTF-8, too many files, too deep ones.
+    pub changes_incomplete: bool,
 }
 
 /// What PID 1 answers.

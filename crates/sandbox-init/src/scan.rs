@@ -142,8 +142,18 @@ pub struct Index<'a> {
     gone: Nodes,
     /// Names that hide something, with what it is: it never changes and may be much.
     hidden: Hidden,
-    /// Some files were out of reach: too many, too deep, too large.
+    /// Some files were out of reach: too many, or too deep.
     incomplete: bool,
+}
+
+/// What changed between two looks.
+pub struct Changes {
+    /// Sorted by path.
+    pub list: Vec<Changed>,
+    /// Of some in the list the content, which it would take to restore them, is not there.
+    pub contents_missing: bool,
+    /// More may have changed than the list tells.
+    pub incomplete: bool,
 }
 
 /// What one look found.
@@ -206,12 +216,12 @@ impl<'a> Index<'a> {
         *self = old.again();
     }
 
-    /// Looks again and tells what changed, contents appended to `out`; the second is true where the changes are not
-    /// enough to restore the state.
-    pub fn changes(&mut self, out: &mut Vec<u8>) -> (Vec<Changed>, bool) {
+    /// Looks again and tells what changed, contents appended to `out`.
+    pub fn changes(&mut self, out: &mut Vec<u8>) -> Changes {
         let old = self.take();
         let new = old.again();
-        let mut lost = new.incomplete || old.incomplete;
+        let mut incomplete = new.incomplete || old.incomplete;
+        let mut contents_missing = false;
         let mut room = CONTENT_BYTES;
         let mut before_budget = MAX_BEFORE;
         let mut changes = Vec::new();
@@ -247,16 +257,16 @@ impl<'a> Index<'a> {
                 continue;
             }
             if !told(path, &mut head) {
-                lost = true;
+                incomplete = true;
                 break;
             }
-            let name = text(path, &mut lost);
+            let name = text(path, &mut incomplete);
             let content = match node.kind {
                 Kind::File if node.size <= room => files.content(path, node.size),
                 Kind::Link => files.target(path).filter(|t| t.len() as u64 <= room),
                 _ => None,
             };
-            lost |= match node.kind {
+            contents_missing |= match node.kind {
                 Kind::Dir => false,
                 Kind::Other => true,
                 Kind::File | Kind::Link => content.is_none() || node.hash.is_none(),
@@ -290,14 +300,14 @@ impl<'a> Index<'a> {
             .filter(|(path, _)| !old.nodes.contains_key(*path) && !old.gone.contains_key(*path));
         for (path, node) in vanished.chain(hidden) {
             if !told(path, &mut head) {
-                lost = true;
+                incomplete = true;
                 break;
             }
             let hash = node
                 .hash
                 .or_else(|| layers.hash_of(path, node, &mut before_budget));
             changes.push(Changed {
-                path: text(path, &mut lost),
+                path: text(path, &mut incomplete),
                 change: Change::Deleted,
                 kind: node.kind,
                 mode: node.mode,
@@ -309,7 +319,11 @@ impl<'a> Index<'a> {
         }
         changes.sort_by(|a, b| a.path.cmp(&b.path));
         *self = new;
-        (changes, lost)
+        Changes {
+            list: changes,
+            contents_missing,
+            incomplete,
+        }
     }
 
     fn find(&self) -> Found {
@@ -335,7 +349,6 @@ impl<'a> Index<'a> {
     /// The state now; hashes of untouched files are taken over.
     fn again(&self) -> Self {
         let found = self.find();
-        let mut incomplete = found.incomplete;
         let total: u64 = found
             .nodes
             .iter()
@@ -363,7 +376,6 @@ impl<'a> Index<'a> {
                 } else {
                     node.hash = files.hash(&path, node.size, &mut budget);
                 }
-                incomplete |= node.hash.is_none();
             } else if node.kind == Kind::Link {
                 node.hash = files.target(&path).map(|t| *blake3::hash(&t).as_bytes());
             }
@@ -390,7 +402,7 @@ impl<'a> Index<'a> {
             under,
             gone: found.gone,
             hidden: found.hidden,
-            incomplete,
+            incomplete: found.incomplete,
         }
     }
 
@@ -718,12 +730,17 @@ fn write(entry: &Entry, bytes: &[u8], owner: Owner) -> io::Result<()> {
             sys::fchmod(made.as_raw_fd(), entry.mode & 0o7777)?;
         }
         Kind::File => {
-            remove_all(at, &name, 0)?;
-            let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL | libc::O_NOFOLLOW;
-            let file = sys::openat(at, &name, flags, 0o600)?;
-            sys::write_all(file.as_raw_fd(), bytes)?;
-            give(file.as_raw_fd(), c"", own_id)?;
-            sys::fchmod(file.as_raw_fd(), entry.mode & 0o7777)?;
+            // Beside a file that is there: it stays where there is no room for the new one.
+            let beside = there.is_some_and(|kind| kind != Kind::Dir);
+            let to: &CStr = if beside { c".being-unpacked" } else { &name };
+            let mut written = write_file(at, to, bytes, entry.mode, own_id);
+            if beside && written.is_ok() {
+                written = sys::rename_at(at, to, &name);
+            }
+            if written.is_err() {
+                let _ = sys::unlink_at(at, to, 0);
+            }
+            written?;
         }
         Kind::Link => {
             remove_all(at, &name, 0)?;
@@ -738,6 +755,15 @@ fn write(entry: &Entry, bytes: &[u8], owner: Owner) -> io::Result<()> {
         Some(time) => sys::set_mtime_at(at, &name, time),
         None => Ok(()),
     }
+}
+
+fn write_file(at: RawFd, name: &CStr, bytes: &[u8], mode: u32, own_id: u32) -> io::Result<()> {
+    remove_all(at, name, 0)?;
+    let flags = libc::O_WRONLY | libc::O_CREAT | libc::O_EXCL | libc::O_NOFOLLOW;
+    let file = sys::openat(at, name, flags, 0o600)?;
+    sys::write_all(file.as_raw_fd(), bytes)?;
+    give(file.as_raw_fd(), c"", own_id)?;
+    sys::fchmod(file.as_raw_fd(), mode & 0o7777)
 }
 
 fn give(dir: RawFd, name: &CStr, own_id: u32) -> io::Result<()> {

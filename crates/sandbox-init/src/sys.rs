@@ -764,6 +764,12 @@ pub fn unlink_at(dir: RawFd, name: &CStr, flags: c_int) -> io::Result<()> {
     check(unsafe { libc::unlinkat(dir, name.as_ptr(), flags) }).map(drop)
 }
 
+/// Within one directory.
+pub fn rename_at(dir: RawFd, from: &CStr, to: &CStr) -> io::Result<()> {
+    // SAFETY: C strings that outlive the call.
+    check(unsafe { libc::renameat(dir, from.as_ptr(), dir, to.as_ptr()) }).map(drop)
+}
+
 pub fn chown_at(dir: RawFd, name: &CStr, uid: u32, gid: u32) -> io::Result<()> {
     // SAFETY: a C string that outlives the call.
     check(unsafe {

@@ -139,6 +139,43 @@ pub enum Stop {
     Hard,
 }
 
+/// Why a call ended, its processes' exit codes and signals apart. The text of each is the lake's label.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Reason {
+    /// By itself.
+    Finished,
+    /// The clock ran out, and all its processes ended when they were asked to.
+    SoftTimeout,
+    /// The clock ran out, and some had to be killed.
+    HardTimeout,
+    /// The memory limit.
+    Memory,
+    /// The limit of processes and threads.
+    Pids,
+    /// The disk was full.
+    Disk,
+    /// It printed too much.
+    Output,
+    /// A signal that no limit explains.
+    Killed,
+}
+
+impl Reason {
+    /// The label.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Self::Finished => "finished",
+            Self::SoftTimeout => "soft_timeout",
+            Self::HardTimeout => "hard_timeout",
+            Self::Memory => "memory",
+            Self::Pids => "pids",
+            Self::Disk => "disk",
+            Self::Output => "output",
+            Self::Killed => "killed",
+        }
+    }
+}
+
 /// A limit that a call came near to.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LimitWarning {
@@ -236,6 +273,8 @@ pub struct CallResult {
     pub network: Vec<NetworkRequest>,
     /// True where `files_changed` is not enough to bring the files to this state again.
     pub state_lost: bool,
+    /// True where more may have changed than `files_changed` tells.
+    pub changes_incomplete: bool,
     /// Limits that the call came near to; see [`Limits::warn_at`].
     pub warnings: Vec<LimitWarning>,
     /// Why no other call can be run in this sandbox, if so. The next call gets a fresh one with the same files, where
@@ -244,6 +283,20 @@ pub struct CallResult {
 }
 
 impl CallResult {
+    /// Why it ended.
+    pub const fn reason(&self) -> Reason {
+        match (self.outcome, self.stopped) {
+            (CallOutcome::Ok | CallOutcome::Error, _) => Reason::Finished,
+            (CallOutcome::Timeout, Some(Stop::Soft)) => Reason::SoftTimeout,
+            (CallOutcome::Timeout, _) => Reason::HardTimeout,
+            (CallOutcome::Memory, _) => Reason::Memory,
+            (CallOutcome::Processes, _) => Reason::Pids,
+            (CallOutcome::Disk, _) => Reason::Disk,
+            (CallOutcome::OutputLimit, _) => Reason::Output,
+            (CallOutcome::Killed, _) => Reason::Killed,
+        }
+    }
+
     /// How it ended and why, for people.
     pub fn why(&self) -> String {
         let exit = match (self.exit_code, self.signal) {
@@ -332,14 +385,15 @@ impl CallResult {
             survivors: called.survivors,
             files_changed,
             network: Vec::new(),
-            state_lost: called.state_lost,
+            state_lost: called.contents_missing || called.changes_incomplete,
+            changes_incomplete: called.changes_incomplete,
             warnings,
             unusable,
         })
     }
 
     /// The result of a call whose sandbox the memory limit took down with it.
-    pub(crate) fn out_of_memory(oom_kills: u64, wall: Duration) -> Self {
+    pub fn out_of_memory(oom_kills: u64, wall: Duration) -> Self {
         Self {
             outcome: CallOutcome::Memory,
             signal: Some(9),
@@ -348,6 +402,17 @@ impl CallResult {
             state_lost: true,
             unusable: Some("the memory limit took the sandbox's supervisor".to_owned()),
             ..Self::default()
+        }
+    }
+
+    /// The result of a call that was not run: no other one can be in its sandbox, and what lies there can't be moved to another one.
+    pub(crate) fn stranded(why: &str) -> Self {
+        let words = format!(
+            "not run: the last call left the sandbox unusable, and its files can't be moved to a fresh one: {why}"
+        );
+        Self {
+            unusable: Some(words.clone()),
+            ..Self::refused(CallOutcome::Memory, 1, &(words + "\n"))
         }
     }
 }

@@ -76,6 +76,14 @@ pub enum SandboxError {
         /// What is known of why.
         cause: String,
     },
+    /// The memory limit took the sandbox down: what runs and lies in it is too much.
+    #[error(
+        "the memory limit took the sandbox down ({oom_kills} processes killed); lease another one"
+    )]
+    OutOfMemory {
+        /// Processes the kernel killed for want of memory.
+        oom_kills: u64,
+    },
     /// The sandbox did not answer in time and was killed.
     #[error("the sandbox did not answer within {seconds} s and was killed; lease another one")]
     Stuck {
@@ -156,12 +164,13 @@ pub enum SandboxError {
 
 impl SandboxError {
     /// Whether the host or the sandbox is at fault: such a call or episode says nothing of the agent. The other errors
-    /// are a wrong configuration, request or use of this crate.
+    /// are what the files and processes of the sandbox stand in the way of, or a wrong configuration, request or use of this crate.
     pub const fn is_infrastructure(&self) -> bool {
         !matches!(
             self,
             Self::Config { .. }
                 | Self::Refused { .. }
+                | Self::OutOfMemory { .. }
                 | Self::Abandoned
                 | Self::LimitsDoNotHold { .. }
                 | Self::NoSnapshot(_)
@@ -220,6 +229,7 @@ mod tests {
         }
         for misuse in [
             SandboxError::Refused { message: text() },
+            SandboxError::OutOfMemory { oom_kills: 1 },
             SandboxError::Abandoned,
             SandboxError::Config {
                 field: "cpus",

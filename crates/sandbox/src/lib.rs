@@ -61,7 +61,7 @@ mod unfinished;
 
 pub use admission::{Admission, Demand, Gauge, HostGauge, Policy, Readings, Verdict, Why, decide};
 pub use backend::{Autopsy, Backend, Boxed, Cell, Stream};
-pub use call::{Call, CallOutcome, CallResult, ChangedFile, LimitWarning, Stop};
+pub use call::{Call, CallOutcome, CallResult, ChangedFile, LimitWarning, Reason, Stop};
 pub use config::{Image, Limits, SandboxConfig};
 pub use drillyard_sandbox_init::control::{Holds, LimitRow};
 pub use drillyard_sandbox_init::init::{Change, Kind};

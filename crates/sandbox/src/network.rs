@@ -154,6 +154,14 @@ impl AllowList {
         })
     }
 
+    /// Whether everything that the other list lets through, this one does too, entry by entry.
+    pub fn covers(&self, other: &Self) -> bool {
+        other
+            .entries
+            .iter()
+            .all(|entry| self.entries.iter().any(|own| own.covers(entry)))
+    }
+
     /// Says what is wrong with the values.
     pub(crate) fn check(&self) -> Result<(), SandboxError> {
         let wrong = |message: &str| {
@@ -267,6 +275,20 @@ impl Entry {
             pattern,
             port,
         })
+    }
+
+    fn covers(&self, other: &Self) -> bool {
+        let below = |name: &str, end: &str| name.len() > end.len() && name.ends_with(end);
+        let host = match (&self.pattern, &other.pattern) {
+            (Pattern::Below(own), Pattern::Host(Host::Name(name))) => below(name, own),
+            (Pattern::Below(own), Pattern::Below(end)) => own == end || below(end, own),
+            (own, pattern) => own == pattern,
+        };
+        let port = match (self.port, other.port) {
+            (None, Some(port)) => port == 80 || port == 443,
+            (own, port) => own == port,
+        };
+        host && port && (self.internal || !other.internal)
     }
 
     fn matches(&self, host: &Host, port: u16) -> bool {
@@ -459,6 +481,29 @@ mod tests {
         AllowList::parse(entries)
             .unwrap()
             .permit(&Host::parse(host).unwrap(), port)
+    }
+
+    #[test]
+    fn a_list_covers_what_it_lets_through_itself() {
+        for (own, other, expected) in [
+            ("example.org", "example.org", true),
+            ("example.org", "EXAMPLE.org.:443", true),
+            ("example.org:443", "example.org", false),
+            ("example.org", "example.org:8080", false),
+            ("*.example.org:443", "a.example.org:443", true),
+            ("*.example.org:443", "*.a.example.org:443", true),
+            ("*.example.org:443", "*.example.org:443", true),
+            ("*.a.example.org:443", "*.example.org:443", false),
+            ("*.example.org:443", "example.org:443", false),
+            ("*.example.org:443", "notexample.org:443", false),
+            ("a.example.org:443", "*.example.org:443", false),
+            ("internal:db.corp:80", "db.corp:80", true),
+            ("db.corp:80", "internal:db.corp:80", false),
+            ("192.0.2.7:80", "[::ffff:192.0.2.7]:80", true),
+        ] {
+            let list = |entry: &str| AllowList::parse([entry]).unwrap();
+            assert_eq!(list(own).covers(&list(other)), expected, "{own} {other}");
+        }
     }
 
     #[test]

@@ -91,10 +91,20 @@ impl Sandbox {
     /// no process that it started is alive.
     ///
     /// Where the last call left the sandbox unusable (see [`CallResult::unusable`]), this one runs in a fresh sandbox with
-    /// the same files.
+    /// the same files. Where those can't be moved to one, it is not run, and that is its result.
     pub async fn call(&mut self, call: Call) -> Result<CallResult, SandboxError> {
+        let started = Instant::now();
         if self.unusable && self.cell.is_some() {
-            self.renew().await?;
+            match self.renew().await {
+                Ok(()) => {}
+                Err(SandboxError::Refused { message }) => {
+                    return Ok(CallResult::stranded(&message));
+                }
+                Err(SandboxError::OutOfMemory { oom_kills }) => {
+                    return Ok(CallResult::out_of_memory(oom_kills, started.elapsed()));
+                }
+                Err(error) => return Err(error),
+            }
         }
         let limits = self.pool.configured();
         let timeout = call
@@ -119,10 +129,10 @@ impl Sandbox {
                 result
             }
             Ok((other, _)) => Err(unexpected(&other)),
-            Err((SandboxError::Lost { .. }, autopsy)) if autopsy.oom_kills > 0 => Ok(
-                CallResult::out_of_memory(autopsy.oom_kills, started.elapsed()),
-            ),
-            Err((error, _)) => Err(error),
+            Err(SandboxError::OutOfMemory { oom_kills }) => {
+                Ok(CallResult::out_of_memory(oom_kills, started.elapsed()))
+            }
+            Err(error) => Err(error),
         }?;
         result.network = network;
         Ok(result)
@@ -156,7 +166,7 @@ impl Sandbox {
                 })
             }
             Ok((other, _)) => Err(unexpected(&other)),
-            Err((error, _)) => Err(error),
+            Err(error) => Err(error),
         }
     }
 
@@ -229,7 +239,7 @@ impl Sandbox {
         {
             Ok((Reply::Done, _)) => Ok(()),
             Ok((other, _)) => Err(unexpected(&other)),
-            Err((error, _)) => Err(error),
+            Err(error) => Err(error),
         }
     }
 
@@ -264,7 +274,7 @@ impl Sandbox {
                 body,
             }),
             Ok((other, _)) => Err(unexpected(&other)),
-            Err((error, _)) => Err(error),
+            Err(error) => Err(error),
         }
     }
 
@@ -296,44 +306,43 @@ impl Sandbox {
         body: &[u8],
         max_body: u64,
         patience: Duration,
-    ) -> Result<(Reply, Vec<u8>), (SandboxError, Autopsy)> {
+    ) -> Result<(Reply, Vec<u8>), SandboxError> {
         if self.asking {
-            return Err((SandboxError::Abandoned, Autopsy::default()));
+            return Err(SandboxError::Abandoned);
         }
         let Some(cell) = self.cell.as_deref_mut() else {
             let cause = "it was lost in an earlier call".into();
-            return Err((SandboxError::Lost { cause }, Autopsy::default()));
+            return Err(SandboxError::Lost { cause });
         };
         self.asking = true;
         let answer = exchange(cell, request, body, max_body, patience).await;
         self.network = cell.traffic().await;
         self.asking = false;
-        match answer {
-            Ok(answer) => Ok(answer),
-            Err(error) => {
-                let autopsy = match self.cell.take() {
-                    Some(cell) => tokio::time::timeout(DEATH, cell.destroy())
-                        .await
-                        .unwrap_or_default(),
-                    None => Autopsy::default(),
-                };
-                let error = match error {
-                    SandboxError::Lost { cause } if autopsy.backend_gone => {
-                        self.pool.backend_gone(cause)
+        let error = match answer {
+            Ok(answer) => return Ok(answer),
+            Err(error) => error,
+        };
+        let autopsy = match self.cell.take() {
+            Some(cell) => tokio::time::timeout(DEATH, cell.destroy())
+                .await
+                .unwrap_or_default(),
+            None => Autopsy::default(),
+        };
+        Err(match error {
+            SandboxError::Lost { cause } if autopsy.backend_gone => self.pool.backend_gone(cause),
+            SandboxError::Lost { .. } if autopsy.oom_kills > 0 => SandboxError::OutOfMemory {
+                oom_kills: autopsy.oom_kills,
+            },
+            SandboxError::Lost { cause } => SandboxError::Lost {
+                cause: match autopsy.signal {
+                    Some(signal) => {
+                        format!("{cause}; its supervisor was ended by signal {signal}")
                     }
-                    SandboxError::Lost { cause } => SandboxError::Lost {
-                        cause: match autopsy.signal {
-                            Some(signal) => {
-                                format!("{cause}; its supervisor was ended by signal {signal}")
-                            }
-                            None => cause,
-                        },
-                    },
-                    other => other,
-                };
-                Err((error, autopsy))
-            }
-        }
+                    None => cause,
+                },
+            },
+            other => other,
+        })
     }
 }
 

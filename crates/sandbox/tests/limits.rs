@@ -370,6 +370,15 @@ impl Drop for Freezer {
     }
 }
 
+/// Freezes the processes of this mark once they run.
+async fn freeze(freezer: &Freezer, mark: &str) {
+    eventually("the tool runs", || host_processes(mark) > 0).await;
+    for pid in processes_with(mark) {
+        std::fs::write(freezer.0.join("cgroup.procs"), pid.to_string()).unwrap();
+    }
+    freezer.set("FROZEN");
+}
+
 #[tokio::test]
 async fn a_process_that_cannot_be_killed_costs_one_call() {
     let mark = unique();
@@ -380,17 +389,10 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
     let pool = pool().await;
     let mut sandbox = fresh(&pool).await;
     shell(&mut sandbox, "echo kept > file").await;
-    let freeze = async {
-        eventually("the tool runs", || host_processes(&mark) > 0).await;
-        for pid in processes_with(&mark) {
-            std::fs::write(freezer.0.join("cgroup.procs"), pid.to_string()).unwrap();
-        }
-        freezer.set("FROZEN");
-    };
     let command = format!("exec sleep {mark}");
     let (result, ()) = tokio::join!(
         shell_for(&mut sandbox, Duration::from_secs(2), &command),
-        freeze
+        freeze(&freezer, &mark)
     );
     // The control: it does live on.
     assert_eq!(host_processes(&mark), 1);
@@ -405,6 +407,28 @@ async fn a_process_that_cannot_be_killed_costs_one_call() {
         (text(&next.stdout).as_str(), next.unusable),
         ("kept\n", None)
     );
+    // The same once more, with files that can't be moved: the next call is not run, and that is no error of the sandbox.
+    let mut config = small();
+    config.limits.disk_bytes = 128 * MIB;
+    let mut other = fresh(&Pool::start(config).await.unwrap()).await;
+    shell(&mut other, "head -c 80M /dev/zero > large").await;
+    freezer.set("THAWED");
+    eventually("it ends once it can", || host_processes(&mark) == 0).await;
+    let (result, ()) = tokio::join!(
+        shell_for(&mut other, Duration::from_secs(2), &command),
+        freeze(&freezer, &mark)
+    );
+    assert!(result.unusable.is_some());
+    for _ in 0..2 {
+        let next = shell(&mut other, "echo run").await;
+        assert_eq!(
+            (next.outcome, next.exit_code),
+            (CallOutcome::Memory, Some(1))
+        );
+        assert!(text(&next.stderr).contains("not run"), "{next:?}");
+        assert!(next.stdout.is_empty() && next.unusable.is_some());
+    }
+    other.close().await;
     sandbox.close().await;
     drop(freezer);
     eventually("it ends once it can", || host_processes(&mark) == 0).await;

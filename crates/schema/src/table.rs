@@ -188,7 +188,7 @@ structs! {
     }
     /// Something too large for a row, kept beside the lake by content.
     Artifact {
-        /// What it is: `stdout`, `stderr`, a path in the work directory.
+        /// What it is: `step 2 call 0 stdout` (or `stderr`), whole; `file changes`, a pack of what each call changed, with contents.
         path: String,
         /// Where it is kept.
         uri: String,
@@ -475,7 +475,15 @@ tables! {
         state_lost: bool,
         /// When it started.
         started_at: Timestamp,
-        /// JSON: what the source had and no column holds.
+        /// JSON: what the source had and no column holds. Of a call that was run, `why` it ended: `finished` (exit code or signal tell
+        /// how), `soft_timeout` (all its processes ended when asked to), `hard_timeout` (some had to be killed), `memory`, `pids`,
+        /// `disk`, `output` (a limit), `killed` (a signal that no limit explains) or `sandbox_fault` (then also `end_reason` and
+        /// `cause`); `why_text`, the same in words; processor time `user_us` and `system_us`; `processes` (started, threads
+        /// included), `peak_processes` (at once, since the sandbox was made), `peak_process_memory_bytes` (of the largest one),
+        /// `oom_kills` (processes), `survivors` (true where some were alive when the first one ended); `io_read_bytes` and
+        /// `io_written_bytes` (through files, pipes and sockets of any kind); `limit_warnings`, `network`, `unusable`,
+        /// `sandbox_ended`; `changes_incomplete` (true where more may have changed than `files_changed` tells); `fault`, how an
+        /// injected fault was carried out. A figure that this host does not count is left out.
         extras: Option<String>,
     }
 

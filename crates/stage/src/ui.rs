@@ -1,5 +1,11 @@
 //! The one place that prints.
+//!
+//! Much of what is shown was written by a model, or read from a file of unknown origin. A terminal takes some characters as commands:
+//! to move the cursor, to change its title, to turn text around. So whatever is meant for people leaves here with such characters
+//! escaped; data for programs goes out as it is, unless it is a terminal that it goes to.
 
+use std::borrow::Cow;
+use std::fmt::Write as _;
 use std::io::{IsTerminal, Write};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -8,6 +14,47 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 /// How often a plain (non-terminal) progress line is printed.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Whether a terminal might act on a character rather than show it: controls (C0, DEL, C1) and what changes the direction of text.
+fn is_command(c: char) -> bool {
+    c.is_control()
+        || matches!(
+            c,
+            '\u{61c}'
+                | '\u{200e}'..='\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2066}'..='\u{2069}'
+                | '\u{feff}'
+        )
+}
+
+fn escaped<'a>(text: &'a str, keep: &[char]) -> Cow<'a, str> {
+    let commands = |c: char| is_command(c) && !keep.contains(&c);
+    if !text.contains(commands) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match c {
+            '\n' | '\r' | '\t' if commands(c) => out.extend(c.escape_default()),
+            c if commands(c) => {
+                let _ = write!(out, "\\u{{{:x}}}", u32::from(c));
+            }
+            c => out.push(c),
+        }
+    }
+    Cow::Owned(out)
+}
+
+/// A text of any origin as a terminal may be given it: lines and tabs stay, everything else that a terminal acts on is escaped.
+pub fn visible(text: &str) -> Cow<'_, str> {
+    escaped(text, &['\n', '\t'])
+}
+
+/// The same on one line: a text that is part of a line can't begin another.
+pub fn visible_line(text: &str) -> Cow<'_, str> {
+    escaped(text, &[])
+}
 
 /// Talks on standard error, writes data to standard output. Clones share the screen.
 #[derive(Clone, Debug)]
@@ -42,7 +89,7 @@ impl Ui {
     fn line(&self, text: &str) {
         self.bars.suspend(|| {
             // A closed standard error is no reason to stop a run.
-            let _ = writeln!(std::io::stderr(), "{text}");
+            let _ = writeln!(std::io::stderr(), "{}", visible(text));
         });
     }
 
@@ -66,11 +113,26 @@ impl Ui {
         }
     }
 
-    /// Writes data to standard output.
+    /// Writes text for people to standard output.
+    ///
+    /// # Errors
+    /// When standard output is closed or full.
+    pub fn text(&self, text: &str) -> std::io::Result<()> {
+        self.out(&visible(text))
+    }
+
+    /// Writes data for programs to standard output, as it is unless people see it.
     ///
     /// # Errors
     /// When standard output is closed or full.
     pub fn data(&self, text: &str) -> std::io::Result<()> {
+        if std::io::stdout().is_terminal() {
+            return self.text(text);
+        }
+        self.out(text)
+    }
+
+    fn out(&self, text: &str) -> std::io::Result<()> {
         self.bars.suspend(|| {
             let mut out = std::io::stdout().lock();
             match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -89,7 +151,7 @@ impl Ui {
         ) {
             bar.set_style(style.progress_chars("━━╌"));
         }
-        bar.set_prefix(label.to_owned());
+        bar.set_prefix(visible_line(label).into_owned());
         if self.fancy {
             bar.enable_steady_tick(Duration::from_millis(250));
         }
@@ -118,7 +180,8 @@ impl Bar {
     /// Moves to `position` and shows `message` beside the bar.
     pub fn set(&self, position: u64, message: impl Into<String>) {
         self.bar.set_position(position);
-        self.bar.set_message(message.into());
+        let message = message.into();
+        self.bar.set_message(visible_line(&message).into_owned());
         if self.ui.fancy || self.ui.quiet {
             return;
         }
@@ -150,5 +213,27 @@ impl Bar {
             message.as_ref(),
             self.started.elapsed().as_secs_f64()
         ));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_terminal_acts_on_is_escaped() {
+        for (text, shown) in [
+            ("\u{1b}]0;title\u{7}a", "\\u{1b}]0;title\\u{7}a"),
+            ("a\u{7f}\u{9b}2J", "a\\u{7f}\\u{9b}2J"),
+            ("\u{202e}txt.exe\u{2066}", "\\u{202e}txt.exe\\u{2066}"),
+            ("a\rb\0", "a\\rb\\u{0}"),
+            ("two\nlines\tand a tab", "two\nlines\tand a tab"),
+        ] {
+            assert_eq!(visible(text), shown);
+        }
+        assert_eq!(visible_line("a\nb\tc\r"), "a\\nb\\tc\\r");
+        for plain in ["größer · 12 % …", "家族👨‍👩‍👧", "\\u{1b}", ""] {
+            assert!(matches!(visible_line(plain), Cow::Borrowed(same) if same == plain));
+        }
     }
 }

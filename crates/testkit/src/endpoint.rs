@@ -2,7 +2,8 @@
 //!
 //! Its tokenizer is the plainest there is: a byte is a token, and five more ids stand for the roles and the end of a message. A
 //! conversation renders as role id, bytes of content and calls, end id, message after message, then the assistant's id. With prior
-//! token ids in a request only the messages after them are rendered, as Drillyard's own server does.
+//! token ids in a request only the messages after them are rendered, as Drillyard's own server does. The hashes of tokenizer and template
+//! follow the model's name: the same ids under another name are said to mean something else.
 
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -298,8 +299,11 @@ fn reply(
             .collect();
         choice["logprobs"] = json!({ "content": logprobs });
         reply["prompt_token_ids"] = context.clone().into();
-        reply["drillyard"] =
-            json!({ "tokenizer_hash": "fake-tokenizer", "template_hash": "fake-template" });
+        let model = body["model"].as_str().unwrap_or_default();
+        reply["drillyard"] = json!({
+            "tokenizer_hash": format!("{model}-tokenizer"),
+            "template_hash": format!("{model}-template"),
+        });
         let mut sequence = context;
         sequence.extend(generated);
         lock(&shared.contexts).push(sequence);

@@ -210,6 +210,93 @@ async fn a_full_disk_is_full_for_one_call() {
     assert!(component(&rewards, "violation").is_empty());
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_full_disk_is_full_everywhere_and_no_violation_whatever_comes_of_it() {
+    let limits = Limits {
+        disk_bytes: 16 << 20,
+        memory_bytes: 256 << 20,
+        output_bytes: 1 << 20,
+        ..Limits::default()
+    };
+    let local = SandboxConfig {
+        limits,
+        ..SandboxConfig::default()
+    };
+    let docker = SandboxConfig {
+        backend: "docker".to_owned(),
+        ..local.clone()
+    };
+    let has_engine = std::env::var("DOCKER_HOST").is_ok_and(|host| !host.is_empty());
+    for config in std::iter::once(local).chain(has_engine.then_some(docker)) {
+        let backend = config.backend.clone();
+        let Some(yard) = Yard::open_with(config).await else {
+            continue;
+        };
+        let calls = [
+            sh("for d in /work /tmp /dev/shm; do head -c 20000 /dev/zero > $d/x && echo $d; done"),
+            sh("grep nothing /etc/passwd"),
+            sh("yes"),
+            ("list_dir", json!({})),
+        ];
+        let faults = always(FaultKind::DiskFull, &["execute_shell"]);
+        let rows = one(&yard, "full", faults, &calls).await;
+        let outcomes: Vec<&str> = rows.iter().map(|row| row.outcome.as_str()).collect();
+        assert_eq!(
+            outcomes,
+            ["disk", "error", "output_limit", "ok", "ok"],
+            "{backend}"
+        );
+        assert_eq!(rows[0].stdout, "", "{backend}: there was room");
+        assert!(
+            !rows[3].stdout.contains("other-process"),
+            "{}",
+            rows[3].stdout
+        );
+        let rewards = yard.rows::<RewardRow>().await;
+        assert!(component(&rewards, "violation").is_empty(), "{backend}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_change_that_finds_no_room_does_not_take_place() {
+    let config = SandboxConfig {
+        limits: Limits {
+            disk_bytes: 8 << 20,
+            memory_bytes: 256 << 20,
+            ..Limits::default()
+        },
+        ..SandboxConfig::default()
+    };
+    let Some(yard) = Yard::open_with(config).await else {
+        return;
+    };
+    let text = "line\n".repeat(8000);
+    let read = ("read_file", json!({ "path": "out.txt" }));
+    let calls = [
+        write("out.txt", &text),
+        sh("cat /dev/zero > big 2>/dev/null; true"),
+        read.clone(),
+        sh("rm big"),
+        read,
+    ];
+    let faults = always(FaultKind::ConcurrentChange, &["read_file"]);
+    let rows = one(&yard, "no-room", faults, &calls).await;
+    let label = Some("concurrent_change");
+    assert_eq!(labels(&rows), [None, None, None, None, label, None]);
+    assert_eq!(rows[2].outcome, "ok", "{:?}", rows[2]);
+    // What the agent wrote is as it was; where there is room the change is made.
+    assert_eq!(rows[2].stdout, text);
+    assert_eq!(rows[4].stdout, format!("{text}line\n"));
+    let settled = |row: &ToolCallRow| -> Value {
+        let extras: Value = serde_json::from_str(row.extras.as_deref().unwrap()).unwrap();
+        extras["fault"]["applied"].clone()
+    };
+    assert_eq!(
+        (settled(&rows[2]), settled(&rows[4])),
+        (false.into(), Value::Null)
+    );
+}
+
 /// Some of most kinds, none of them slow.
 pub fn mixed() -> FaultPlan {
     plan(
@@ -224,14 +311,13 @@ pub fn mixed() -> FaultPlan {
 }
 
 /// Which call met which fault, and how.
-fn schedule(rows: &[ToolCallRow]) -> Vec<(i32, Option<String>, Option<String>)> {
+fn schedule(rows: &[ToolCallRow]) -> Vec<(i32, Option<String>, Value)> {
     rows.iter()
         .map(|row| {
-            (
-                row.step_index,
-                row.fault_injected.clone(),
-                row.extras.clone(),
-            )
+            let extras = row.extras.as_deref().unwrap_or("{}");
+            let extras: Value = serde_json::from_str(extras).unwrap();
+            let fault = row.fault_injected.clone();
+            (row.step_index, fault, extras["fault"].clone())
         })
         .collect()
 }

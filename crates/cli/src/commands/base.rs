@@ -100,7 +100,7 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     }
     context
         .ui
-        .data(&text)
+        .text(&text)
         .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use camino::Utf8Path;
 use drillyard_agent::{Policy, RolloutOptions, Silent, rollout};
 use drillyard_lake::{EpisodeBundle, Filter, Lake, Writer, WriterOptions};
-use drillyard_sandbox::{Call, Pool, Setup};
+use drillyard_sandbox::{Call, Setup};
 use drillyard_schema::table::{
     EpisodeRow, MessageRow, RewardRow, StepRow, TaskRow, TokenRow, ToolCallRow, VerdictRow,
 };
@@ -19,7 +19,7 @@ use serde_json::{Value, json};
 use super::base::conversations;
 use crate::context::{Context, absolute, output};
 use crate::endpoint::torch_program;
-use crate::stages::{model_dir, sandbox_config, tasks, toolset};
+use crate::stages::{model_dir, sandbox_config, started, tasks, toolset};
 
 /// Repetitions of a latency measurement.
 const REPEATS: usize = 200;
@@ -61,12 +61,12 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
     let bubblewrap = bubblewrap();
 
     let config = sandbox_config(&context.pipeline)?;
-    let cold = Pool::start(drillyard_sandbox::SandboxConfig {
+    let required = &context.pipeline.sandbox.require_limits;
+    let cold = drillyard_sandbox::SandboxConfig {
         pool_size: 0,
         ..config.clone()
-    })
-    .await
-    .map_err(environment)?;
+    };
+    let cold = started(cold, required, |_| Ok(())).await?;
     let mut create = Vec::new();
     for _ in 0..REPEATS {
         let started = Instant::now();
@@ -91,7 +91,7 @@ pub(crate) async fn run(context: &Context) -> Result<u8, Failure> {
             .warn("bubblewrap is not installed; its side of the comparison is left out");
     }
 
-    let pool = Pool::start(config).await.map_err(environment)?;
+    let pool = started(config, required, |_| Ok(())).await?;
     let mut sandbox = pool.lease(&Setup::default()).await.map_err(environment)?;
     let (mut calls, mut resets) = (Vec::new(), Vec::new());
     for _ in 0..REPEATS {

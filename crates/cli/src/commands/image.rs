@@ -9,7 +9,7 @@ use drillyard_stage::{Failure, Ui};
 
 use crate::args::ImageCommand;
 use crate::context::Context;
-use crate::stages::{image_store, sandbox_config, sandbox_failure};
+use crate::stages::{image_store, sandbox_config, sandbox_failure, sandboxes};
 
 /// Lists, brings in, builds, checks or removes images.
 pub(crate) async fn run(context: &Context, command: &ImageCommand) -> Result<u8, Failure> {
@@ -28,6 +28,10 @@ pub(crate) async fn run(context: &Context, command: &ImageCommand) -> Result<u8,
         }
         ImageCommand::Build { recipe } => {
             let recipe = read_recipe(recipe)?;
+            let required = &context.pipeline.sandbox.require_limits;
+            if !required.is_empty() {
+                drop(sandboxes(context).await?);
+            }
             let mut said = progress(ui);
             let image = store
                 .build(&recipe, &sandbox_config(&context.pipeline)?, &mut said)
@@ -50,7 +54,7 @@ pub(crate) async fn run(context: &Context, command: &ImageCommand) -> Result<u8,
             format!("removed {}({digest})\n", name.unwrap_or_default())
         }
     };
-    ui.data(&text)
+    ui.text(&text)
         .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }

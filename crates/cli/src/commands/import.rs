@@ -9,7 +9,7 @@ use drillyard_lake::{Writer, WriterOptions};
 use drillyard_schema::StageRunId;
 use drillyard_schema::table::Timestamp;
 use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OK, OUTPUT, USAGE};
-use drillyard_stage::{Failure, Outcome, Stage};
+use drillyard_stage::{Failure, Outcome, Stage, visible_line};
 use serde_json::json;
 
 use crate::context::{Context, Run, absolute, output};
@@ -60,7 +60,7 @@ pub(crate) async fn run(context: &Context, path: Option<&Utf8Path>) -> Result<u8
     text.push_str("next: make qa train with the same PIPELINE\n");
     context
         .ui
-        .data(&text)
+        .text(&text)
         .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }
@@ -177,10 +177,8 @@ impl Stage for ImportStage<'_> {
                 .record
                 .as_deref()
                 .map_or_else(String::new, |r| format!(", record {r}"));
-            self.context.ui.warn(format!(
-                "set aside: {}{record}: {}",
-                problem.file, problem.reason
-            ));
+            let problem = format!("set aside: {}{record}: {}", problem.file, problem.reason);
+            self.context.ui.warn(visible_line(&problem));
         }
         let list = self
             .context

@@ -1,9 +1,11 @@
 //! The loop: rollout, qa, credit, train, eval. Each verb brings what comes before it up to date where that is cheap, and never runs
 //! episodes behind the user's back.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
-use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OK};
+use drillyard_schema::RunId;
+use drillyard_stage::exit::{INPUT, NOTHING_TO_DO, OK, QA_BLOCKED};
 use drillyard_stage::{Failure, PolicyKind, Record};
 
 use super::report;
@@ -27,15 +29,47 @@ pub(crate) async fn rollout(context: &Context, shard: ShardArgs) -> Result<u8, F
     Ok(OK)
 }
 
-/// Judges the current episodes. A pipeline that names recorded trajectories brings them up to date first.
+/// Judges the current episodes, and those that branches of this pipeline made. A pipeline that names recorded trajectories brings them up
+/// to date first.
 pub(crate) async fn qa(context: &Context) -> Result<u8, Failure> {
     if !context.pipeline.import.path.as_str().is_empty() {
         super::import::run(context, None).await?;
     }
     let run = context.current()?;
     let record = judged(context, &run).await?;
+    judge_branches(context).await?;
     summary(context, &record, "train")?;
     Ok(OK)
+}
+
+/// Judges every branch run of the pipeline. Nothing is trained on them, so what a blocking rule finds in one is told and blocks nothing.
+async fn judge_branches(context: &Context) -> Result<(), Failure> {
+    let history = context.runner.history().await?;
+    let runs: BTreeSet<&RunId> = history
+        .iter()
+        .filter(|row| row.stage == "branch" && row.pipeline == context.pipeline.name)
+        .map(|row| &row.run_id)
+        .collect();
+    for run_id in runs {
+        let Some(branched) = context.runner.latest("branch", run_id).await? else {
+            continue;
+        };
+        let run_date = branched.written()["run_date"].as_str().map(str::to_owned);
+        let run = Run {
+            run_id: run_id.clone(),
+            run_date: run_date.unwrap_or_default(),
+        };
+        let stage = QaStage::new(context, run, &branched)?;
+        match context.runner.run(&stage, run_id).await {
+            Err(failure) if failure.code == QA_BLOCKED => {
+                context.ui.warn(format!("run {run_id}: {failure}"));
+            }
+            judged => {
+                judged?;
+            }
+        }
+    }
+    Ok(())
 }
 
 /// Assigns credit.
@@ -199,6 +233,6 @@ fn summary(context: &Context, record: &Record, next: &str) -> Result<(), Failure
     let _ = writeln!(text, "next: make {next}");
     context
         .ui
-        .data(&text)
+        .text(&text)
         .map_err(|e| Failure::io("standard output", &e))
 }

@@ -135,7 +135,7 @@ pub(crate) async fn run(context: &Context, n: u32) -> Result<u8, Failure> {
     let _ = writeln!(text, "champion: {champion}");
     context
         .ui
-        .data(&text)
+        .text(&text)
         .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }

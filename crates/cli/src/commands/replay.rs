@@ -1,24 +1,22 @@
 //! `drillyard replay` and `drillyard branch`: a recorded episode's calls again, and new episodes from the middle of it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use drillyard_agent::{Branch, Clocks, Recorded, Replay, ReplayedCall, Sameness};
+use drillyard_agent::Recorded;
 use drillyard_lake::{Filter, Snapshot};
-use drillyard_sandbox::Pool;
 use drillyard_schema::table::{
     EpisodeRow, MessageRow, Row, RunRow, StepRow, TaskRow, TokenRow, ToolCallRow,
 };
-use drillyard_schema::{EpisodeId, Purpose, Split, Task};
-use drillyard_stage::exit::{DIFFERS, ENVIRONMENT, INPUT, OK, REFUSED, USAGE};
-use drillyard_stage::{Failure, Pipeline};
-use serde_json::{Value, json};
+use drillyard_schema::{EpisodeId, Split, Task};
+use drillyard_stage::exit::{DIFFERS, INPUT, OK, USAGE};
+use drillyard_stage::{Failure, Pipeline, Record};
 
 use crate::args::{BranchArgs, ReplayArgs};
 use crate::context::Context;
 use crate::stages::{
-    Drill, PolicySpec, agent_failure, decides, deciding, named_task_set, sandbox_config,
+    BranchStage, agent_failure, as_json, as_recorded, as_text, clocks, named_task_set,
 };
 
 /// Nights of a pipeline that are searched for an episode's task.
@@ -26,165 +24,99 @@ const NIGHTS: u64 = 365;
 
 /// Replays one episode.
 pub(crate) async fn replay(context: &Context, args: &ReplayArgs) -> Result<u8, Failure> {
-    let (recorded, pipeline) = find(context, &args.episode).await?;
-    let pool = pool(&pipeline).await?;
-    let replay = drillyard_agent::replay(&recorded, clocks(&pipeline), &pool, args.until)
+    let (recorded, recorded_under) = find(context, &args.episode).await?;
+    let pool = as_recorded(context, &recorded_under).await?;
+    let replay = drillyard_agent::replay(&recorded, clocks(&recorded_under), &pool, args.until)
         .await
         .map_err(|e| agent_failure(&e))?;
-    let text = if args.json {
-        format!("{:#}\n", as_json(&replay))
+    let written = if args.json {
+        context.ui.data(&format!("{:#}\n", as_json(&replay)))
     } else {
-        as_text(&recorded.episode, &replay)
+        context.ui.text(&as_text(&recorded.episode, &replay))
     };
-    context
-        .ui
-        .data(&text)
-        .map_err(|e| Failure::io("standard output", &e))?;
+    written.map_err(|e| Failure::io("standard output", &e))?;
     Ok(if replay.is_same() { OK } else { DIFFERS })
 }
 
 /// Makes new episodes from a step of one.
 pub(crate) async fn branch(context: &Context, args: &BranchArgs) -> Result<u8, Failure> {
     let (recorded, recorded_under) = find(context, &args.episode).await?;
-    let parent = &recorded.episode;
-    if args.at >= context.pipeline.rollout.max_steps {
+    let pipeline = &context.pipeline;
+    if args.at >= pipeline.rollout.max_steps {
         return Err(Failure::new(
             USAGE,
             format!(
                 "a branch at step {} needs rollout.max_steps above it, not {}",
-                args.at, context.pipeline.rollout.max_steps
+                args.at, pipeline.rollout.max_steps
             ),
         ));
     }
-    let pool = pool(&recorded_under).await?;
-    let (replay, branch) =
-        drillyard_agent::branch(&recorded, clocks(&recorded_under), &pool, args.at)
-            .await
-            .map_err(|e| agent_failure(&e))?;
-    drop(pool);
-    let Some(branch) = branch else {
-        context
-            .ui
-            .data(&as_text(parent, &replay))
-            .map_err(|e| Failure::io("standard output", &e))?;
-        return Err(Failure::new(
-            REFUSED,
-            format!(
-                "episode {} can't be left at step {}: a call before it gives something else now, so the state the model saw can't be brought back",
-                parent.episode_id, args.at
-            ),
-        )
-        .hint("leave it at an earlier step"));
-    };
-    let text = go_on(context, &recorded, branch, args).await?;
+    let time = Duration::from_secs_f64(pipeline.sandbox.limits.episode_s);
+    drillyard_agent::can_be_left(&recorded, args.at, time).map_err(|e| agent_failure(&e))?;
+    let stage = BranchStage::new(context, &recorded, &recorded_under, args.at, args.n)?;
+    let run = stage.run_identity().clone();
+    let record = context.runner.run(&stage, &run.run_id).await?;
     context
         .ui
-        .data(&text)
+        .text(&told(&recorded.episode, args.at, &record))
         .map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }
 
-/// Runs the new episodes. They belong to a run of their own, so that no group of the parent's run has them among its members.
-async fn go_on(
-    context: &Context,
-    recorded: &Recorded,
-    branch: Branch,
-    args: &BranchArgs,
-) -> Result<String, Failure> {
-    let parent = &recorded.episode;
-    let pipeline = &context.pipeline;
-    let purpose: Purpose = parent
-        .purpose
-        .parse()
-        .map_err(|why| Failure::new(INPUT, format!("episode {}: {why}", parent.episode_id)))?;
-    let policy = PolicySpec::of(pipeline, "branch", None, None)?;
-    let mut more = BTreeMap::from([
-        ("parent", parent.episode_id.to_string()),
-        ("at", args.at.to_string()),
-        ("seed", pipeline.seed.to_string()),
-    ]);
-    more.extend(decides(&pipeline.faults, purpose != Purpose::Train));
-    let parts = deciding(pipeline, &policy, &more)?;
-    let parts: Vec<&str> = parts
-        .iter()
-        .flat_map(|(key, value)| [key.as_str(), value.as_str()])
-        .collect();
-    let run = context.run(&format!("{}-branch", pipeline.name), &parts)?;
-    let drill = Drill {
-        context,
-        run: run.clone(),
-        purpose,
-        tasks: vec![recorded.task.clone()],
-        samples: args.n,
-        policy,
-        seed: pipeline.seed,
-        shard: Some((0, 1)),
-        label: "branch".to_owned(),
-    };
-    let summary = drill.execute_from(Some(branch)).await?;
+/// What a branch ends with.
+fn told(parent: &EpisodeRow, at: u32, record: &Record) -> String {
+    let figure = |name: &str| record.figures[name].as_u64().unwrap_or_default();
+    let episodes = figure("episodes");
     let mut text = format!(
-        "{} episodes from step {} of {}\n",
-        summary.earlier + summary.done,
-        args.at,
+        "{episodes} episodes from step {at} of {}\n",
         parent.episode_id
     );
-    if summary.earlier > 0 {
-        let _ = writeln!(
-            text,
-            "  {} of them were in the lake already",
-            summary.earlier
-        );
+    let earlier = if record.skipped {
+        episodes
+    } else {
+        figure("earlier")
+    };
+    if earlier > 0 {
+        let _ = writeln!(text, "  {earlier} of them were in the lake already");
     }
-    if let Some(rate) = summary.success_rate() {
+    if let Some(rate) = record.figures["success"].as_f64() {
         let _ = writeln!(
             text,
-            "  {:.1} % success of {} scored now",
+            "  {:.1} % success of {} scored",
             rate * 100.0,
-            summary.scored
+            figure("scored")
         );
     }
-    let _ = writeln!(text, "  run {}", run.run_id);
+    let run = &record.row.run_id;
+    let _ = writeln!(text, "  run {run}; qa judges it, training leaves it alone");
     let _ = writeln!(
         text,
-        "next: drillyard sql \"SELECT episode_id, end_reason, success FROM episode_outcomes WHERE run_id = '{}'\"",
-        run.run_id
+        "next: drillyard sql \"SELECT episode_id, end_reason, success FROM episode_outcomes WHERE run_id = '{run}'\""
     );
-    Ok(text)
-}
-
-fn clocks(pipeline: &Pipeline) -> Clocks {
-    let limits = &pipeline.sandbox.limits;
-    Clocks {
-        call: Duration::from_secs_f64(limits.call_s),
-        episode: Duration::from_secs_f64(limits.episode_s),
-    }
-}
-
-async fn pool(pipeline: &Pipeline) -> Result<Pool, Failure> {
-    let mut config = sandbox_config(pipeline)?;
-    config.pool_size = 1;
-    Pool::start(config)
-        .await
-        .map_err(|e| Failure::from_error(ENVIRONMENT, &e))
+    text
 }
 
 /// The episode of this id, or whose id begins so, and the settings it was recorded under.
 async fn find(context: &Context, id: &str) -> Result<(Recorded, Pipeline), Failure> {
     let unreadable = |e: drillyard_lake::LakeError| Failure::from_error(INPUT, &e);
     let snapshot = context.lake.snapshot().await.map_err(unreadable)?;
-    let mut found: Vec<EpisodeRow> = snapshot
+    let all: Vec<EpisodeRow> = snapshot
         .read(&Filter::default())
         .await
         .map_err(unreadable)?;
-    found.retain(|row| !id.is_empty() && row.episode_id.as_str().starts_with(id));
-    let ids: BTreeSet<&EpisodeId> = found.iter().map(|row| &row.episode_id).collect();
+    let begins = |row: &&EpisodeRow| !id.is_empty() && row.episode_id.as_str().starts_with(id);
+    let ids: BTreeSet<&EpisodeId> = all
+        .iter()
+        .filter(begins)
+        .map(|row| &row.episode_id)
+        .collect();
     if ids.len() > 1 {
         return Err(
             Failure::new(USAGE, format!("{} episodes begin with '{id}'", ids.len()))
                 .hint("give more of the id"),
         );
     }
-    let Some(episode) = found.pop() else {
+    let Some(episode) = all.iter().find(begins) else {
         return Err(Failure::new(INPUT, format!("there is no episode '{id}'")).hint(
             "drillyard sql \"SELECT episode_id, family, success FROM episode_outcomes\" lists them",
         ));
@@ -198,7 +130,7 @@ async fn find(context: &Context, id: &str) -> Result<(Recorded, Pipeline), Failu
             ),
         ));
     }
-    let pipeline = recorded_under(context, &episode).await?;
+    let settings = recorded_under(context, &lineage(&all, episode)).await?;
     let filter = Filter::run(&episode.run_id);
     let tasks: Vec<TaskRow> = snapshot.read(&filter).await.map_err(unreadable)?;
     let task = tasks
@@ -210,16 +142,36 @@ async fn find(context: &Context, id: &str) -> Result<(Recorded, Pipeline), Failu
                 format!("task {} is not in the lake", episode.task_id),
             )
         })?;
-    let task = generated_again(&task, &[&pipeline, &context.pipeline])?;
-    let recorded = Recorded {
+    // A branch is about its parent's task, whatever the seed of its own run.
+    let mut pipelines: Vec<&Pipeline> = settings.iter().collect();
+    pipelines.push(&context.pipeline);
+    let task = generated_again(&task, &pipelines)?;
+    let mut recorded = Recorded {
         task,
-        steps: of_episode(&snapshot, &episode, |row: &StepRow| &row.episode_id).await?,
-        messages: of_episode(&snapshot, &episode, |row: &MessageRow| &row.episode_id).await?,
-        tool_calls: of_episode(&snapshot, &episode, |row: &ToolCallRow| &row.episode_id).await?,
-        tokens: of_episode(&snapshot, &episode, |row: &TokenRow| &row.episode_id).await?,
-        episode,
+        steps: of_episode(&snapshot, episode, |row: &StepRow| &row.episode_id).await?,
+        messages: of_episode(&snapshot, episode, |row: &MessageRow| &row.episode_id).await?,
+        tool_calls: of_episode(&snapshot, episode, |row: &ToolCallRow| &row.episode_id).await?,
+        tokens: of_episode(&snapshot, episode, |row: &TokenRow| &row.episode_id).await?,
+        episode: episode.clone(),
     };
+    recorded.steps.sort_by_key(|row| row.step_index);
+    recorded
+        .tool_calls
+        .sort_by_key(|row| (row.step_index, row.call_index));
+    let pipeline = pipelines[0].clone();
     Ok((recorded, pipeline))
+}
+
+/// An episode, the one it left, the one that left, and so on, as far as the lake holds them.
+fn lineage<'a>(all: &'a [EpisodeRow], episode: &'a EpisodeRow) -> Vec<&'a EpisodeRow> {
+    let mut line = vec![episode];
+    while let Some(parent) = line.last().and_then(|row| row.parent_episode_id.as_ref())
+        && let Some(row) = all.iter().find(|row| row.episode_id == *parent)
+        && line.iter().all(|known| known.episode_id != row.episode_id)
+    {
+        line.push(row);
+    }
+    line
 }
 
 async fn of_episode<R: Row>(
@@ -235,9 +187,15 @@ async fn of_episode<R: Row>(
     Ok(rows)
 }
 
-/// The settings of the episode's run: as its stage recorded them, or today's where no record tells.
-async fn recorded_under(context: &Context, episode: &EpisodeRow) -> Result<Pipeline, Failure> {
-    let history = context.runner.history().await?;
+/// What the lake knows of the settings an episode was run under.
+enum Settings {
+    Recorded(Box<Pipeline>),
+    /// There is a record, and this Drillyard can't read it.
+    Unreadable(String),
+    Absent,
+}
+
+fn settings_of(history: &[RunRow], episode: &EpisodeRow) -> Settings {
     let of_run = |row: &&RunRow| row.run_id == episode.run_id;
     // Evaluations are recorded with the rollout whose policy they measure: theirs is the execution that the episode falls into.
     let meanwhile = |row: &&RunRow| {
@@ -246,18 +204,51 @@ async fn recorded_under(context: &Context, episode: &EpisodeRow) -> Result<Pipel
             && row.started_at <= episode.started_at
             && episode.ended_at <= row.ended_at
     };
-    let found = history
+    let row = history
         .iter()
         .find(of_run)
-        .or_else(|| history.iter().find(meanwhile))
-        .and_then(|row| serde_json::from_str::<Pipeline>(&row.config).ok());
-    if found.is_none() {
-        context.ui.note(format!(
-            "run {} has no record of its settings; those of pipeline {} are taken",
-            episode.run_id, context.pipeline.name
-        ));
+        .or_else(|| history.iter().find(meanwhile));
+    match row.map(|row| serde_json::from_str(&row.config)) {
+        Some(Ok(pipeline)) => Settings::Recorded(Box::new(pipeline)),
+        Some(Err(error)) => Settings::Unreadable(error.to_string()),
+        None => Settings::Absent,
     }
-    Ok(found.unwrap_or_else(|| context.pipeline.clone()))
+}
+
+/// The settings of an episode's run and of those it descends from, as far as stages recorded them; the first are those to replay it
+/// under. Where its own are missing that is said.
+async fn recorded_under(
+    context: &Context,
+    lineage: &[&EpisodeRow],
+) -> Result<Vec<Pipeline>, Failure> {
+    let history = context.runner.history().await?;
+    let mut found = Vec::new();
+    let mut missing = None;
+    for (generation, row) in lineage.iter().enumerate() {
+        let lacks = match settings_of(&history, row) {
+            Settings::Recorded(pipeline) => {
+                found.push(*pipeline);
+                continue;
+            }
+            Settings::Unreadable(why) => format!(
+                "the settings recorded of run {} can't be read by this Drillyard ({why})",
+                row.run_id
+            ),
+            Settings::Absent => format!("run {} has no record of its settings", row.run_id),
+        };
+        if generation == 0 {
+            missing = Some(lacks);
+        }
+    }
+    if let Some(lacks) = missing {
+        let taken = if found.is_empty() {
+            format!("those of pipeline {} are taken", context.pipeline.name)
+        } else {
+            "those of the episode it left are taken".to_owned()
+        };
+        context.ui.warn(format!("{lacks}; {taken}"));
+    }
+    Ok(found)
 }
 
 /// The task of a row, as its set generates it from a pipeline's seeds.
@@ -314,86 +305,11 @@ fn generated_again(row: &TaskRow, pipelines: &[&Pipeline]) -> Result<Task, Failu
     .hint("name the pipeline that recorded it with --pipeline, and the settings with --set"))
 }
 
-fn as_json(replay: &Replay) -> Value {
-    let mut value = serde_json::to_value(replay).unwrap_or_default();
-    value["same"] = replay.is_same().into();
-    value["counts"] = json!({
-        "same": replay.count(Sameness::Same),
-        "same_but_times": replay.count(Sameness::SameButTimes),
-        "differs": replay.count(Sameness::Differs),
-        "not_run": replay.count(Sameness::NotRun),
-    });
-    value
-}
-
-fn as_text(episode: &EpisodeRow, replay: &Replay) -> String {
-    let mut text = format!(
-        "episode {} · {} · {} · recorded {}\n",
-        episode.episode_id,
-        episode.task_id,
-        episode.policy,
-        chrono::DateTime::from_timestamp_micros(episode.started_at.0)
-            .map_or_else(String::new, |at| at
-                .to_rfc3339_opts(chrono::SecondsFormat::Secs, true)),
-    );
-    for call in &replay.calls {
-        line(&mut text, call);
-    }
-    let _ = writeln!(
-        text,
-        "{} calls: {} the same, {} the same but for the time, {} not run, {} different",
-        replay.calls.len(),
-        replay.count(Sameness::Same),
-        replay.count(Sameness::SameButTimes),
-        replay.count(Sameness::NotRun),
-        replay.count(Sameness::Differs),
-    );
-    text
-}
-
-fn line(text: &mut String, call: &ReplayedCall) {
-    let says = match call.sameness {
-        Sameness::Same => "same".to_owned(),
-        Sameness::SameButTimes => "same but for the time".to_owned(),
-        Sameness::Differs => "DIFFERS".to_owned(),
-        Sameness::NotRun => format!("not run: {}", call.why.as_deref().unwrap_or_default()),
-    };
-    let fault = call
-        .fault
-        .as_ref()
-        .map_or_else(String::new, |fault| format!(" [{fault}]"));
-    let _ = writeln!(
-        text,
-        "  step {} call {} {} {}{fault}: {says}",
-        call.step,
-        call.call,
-        call.tool,
-        short(&call.arguments, 60)
-    );
-    for difference in &call.differences {
-        let _ = writeln!(
-            text,
-            "    {}: recorded {}, now {}",
-            difference.what, difference.recorded, difference.replayed
-        );
-        if let Some((recorded, replayed)) = &difference.lines {
-            let _ = writeln!(text, "      - {}", short(recorded, 100));
-            let _ = writeln!(text, "      + {}", short(replayed, 100));
-        }
-    }
-}
-
-/// The beginning of a text, on one line.
-fn short(text: &str, most: usize) -> String {
-    let line = text.replace(['\n', '\r'], " ");
-    if line.chars().count() <= most {
-        return line;
-    }
-    line.chars().take(most).chain(['…']).collect()
-}
-
 #[cfg(test)]
 mod tests {
+    use drillyard_schema::table::Timestamp;
+    use drillyard_testkit::{SyntheticOptions, synthetic_bundle};
+
     use super::*;
 
     fn row(task: &Task) -> TaskRow {
@@ -438,5 +354,58 @@ mod tests {
         old.task_set_version = "0".to_owned();
         let failure = generated_again(&old, &[&pipeline]).unwrap_err();
         assert!(failure.message.contains("version 0"), "{}", failure.message);
+    }
+
+    fn record(run: &str, config: &str) -> RunRow {
+        RunRow {
+            stage_run: "s".into(),
+            run_id: run.into(),
+            pipeline: "p".to_owned(),
+            stage: "rollout".to_owned(),
+            stage_version: 1,
+            status: "succeeded".to_owned(),
+            fingerprint: String::new(),
+            config: config.to_owned(),
+            inputs: String::new(),
+            outputs: String::new(),
+            figures: String::new(),
+            drillyard_version: String::new(),
+            started_at: Timestamp(10),
+            ended_at: Timestamp(20),
+        }
+    }
+
+    #[test]
+    fn settings_that_can_not_be_read_are_not_absent_ones() {
+        let pipeline = Pipeline::parse("name = 'p'\nseed = 3\n", "p.toml", &[]).unwrap();
+        let readable = pipeline.to_json().to_string();
+        let of = |history: &[RunRow], run: &str| {
+            let episode = EpisodeRow {
+                run_id: run.into(),
+                started_at: Timestamp(12),
+                ended_at: Timestamp(15),
+                ..synthetic_bundle(1, &SyntheticOptions::default()).episode
+            };
+            settings_of(history, &episode)
+        };
+        let history = [
+            record("p-1", &readable),
+            record("p-2", "{\"name\":\"p\",\"of_another_version\":1}"),
+        ];
+        assert!(matches!(of(&history, "p-1"), Settings::Recorded(p) if p.seed == 3));
+        let Settings::Unreadable(why) = of(&history, "p-2") else {
+            panic!("it was read");
+        };
+        assert!(why.contains("of_another_version"), "{why}");
+        // An evaluation falls into the execution that it was part of.
+        assert!(matches!(
+            of(&history[..1], "p-held_out-9"),
+            Settings::Recorded(_)
+        ));
+        assert!(matches!(
+            of(&history[..1], "q-held_out-9"),
+            Settings::Absent
+        ));
+        assert!(matches!(of(&[], "p-1"), Settings::Absent));
     }
 }

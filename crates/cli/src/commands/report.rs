@@ -19,15 +19,13 @@ pub(crate) fn run(context: &Context, json: bool) -> Result<u8, Failure> {
         )
         .hint("run `make rollout qa train` first")
     })?;
-    let text = if json {
-        format!("{:#}\n", card.to_json())
+    let ui = &context.ui;
+    let written = if json {
+        ui.data(&format!("{:#}\n", card.to_json()))
     } else {
-        card.to_text(None)
+        ui.text(&card.to_text(None))
     };
-    context
-        .ui
-        .data(&text)
-        .map_err(|e| Failure::io("standard output", &e))?;
+    written.map_err(|e| Failure::io("standard output", &e))?;
     Ok(OK)
 }
 
@@ -93,7 +91,7 @@ pub(crate) fn finish(
     write_atomically(&path.with_extension("txt"), text.as_bytes())?;
     context
         .ui
-        .data(&text)
+        .text(&text)
         .map_err(|e| Failure::io("standard output", &e))
 }
 

@@ -90,8 +90,13 @@ async fn answer(
         result
             .write(format, &style, &mut text)
             .map_err(|e| query_failure(&e))?;
-        ui.data(&String::from_utf8_lossy(&text))
-            .map_err(|e| Failure::io("standard output", &e))?;
+        let text = String::from_utf8_lossy(&text);
+        let written = if format == Output::Table {
+            ui.text(&text)
+        } else {
+            ui.data(&text)
+        };
+        written.map_err(|e| Failure::io("standard output", &e))?;
     }
     Ok(OK)
 }
@@ -137,7 +142,7 @@ async fn read_lines(
                     table.name, table.kind, table.title
                 );
             }
-            ui.data(&listing).map_err(|e| Failure::new(OUTPUT, e))?;
+            ui.text(&listing).map_err(|e| Failure::new(OUTPUT, e))?;
             continue;
         }
         if statement.is_empty() && line.trim().is_empty() {

@@ -215,19 +215,20 @@ impl Drill<'_> {
     /// # Errors
     /// A policy, sandbox or lake that can't be used, or a stop by the user.
     pub(crate) async fn execute(&self) -> Result<RolloutSummary, Failure> {
-        self.execute_from(None).await
+        let pool = sandboxes(self.context).await?;
+        self.execute_in(pool, None).await
     }
 
-    /// The same, every episode leaving a recorded one.
+    /// The same in sandboxes of `pool`, every episode leaving a recorded one where `branch` names it.
     ///
     /// # Errors
     /// As [`Self::execute`].
-    pub(crate) async fn execute_from(
+    pub(crate) async fn execute_in(
         &self,
+        pool: Pool,
         branch: Option<Branch>,
     ) -> Result<RolloutSummary, Failure> {
         let pipeline = &self.context.pipeline;
-        let pool = sandboxes(self.context).await?;
         let (policy, endpoint) = self
             .policy
             .start(self.context, pipeline.rollout.concurrency)
@@ -314,24 +315,33 @@ impl Drill<'_> {
 /// Starts the sandboxes of the pipeline, says which limits hold, and refuses where one that is required does not.
 ///
 /// # Errors
-/// A host that forbids isolation, an engine that does not answer, a required limit that does not hold.
+/// As [`started`].
 pub(crate) async fn sandboxes(context: &Context) -> Result<Pool, Failure> {
-    let pool = Pool::start(sandbox_config(&context.pipeline)?)
-        .await
-        .map_err(|e| sandbox_failure(&e))?;
-    context.limits_once(pool.limits());
-    require(&context.pipeline, pool.limits())?;
-    Ok(pool)
+    let pipeline = &context.pipeline;
+    let required = &pipeline.sandbox.require_limits;
+    started(sandbox_config(pipeline)?, required, |limits| {
+        context.limits_once(limits);
+        Ok(())
+    })
+    .await
 }
 
-/// Refuses where a limit that the pipeline requires does not hold.
+/// Starts sandboxes and refuses where a limit that is required does not hold. There is no other way to them, so that a requirement
+/// holds for every verb; `show` is told which limits hold before that.
 ///
 /// # Errors
-/// The limits that do not hold, why, and the way out.
-pub(crate) fn require(pipeline: &Pipeline, limits: &LimitsReport) -> Result<(), Failure> {
-    let required = pipeline.sandbox.require_limits.iter();
-    let required: Vec<&str> = required.map(String::as_str).collect();
-    limits.require(&required).map_err(|e| sandbox_failure(&e))
+/// A host that forbids isolation, an engine that does not answer, a required limit that does not hold and its way out.
+pub(crate) async fn started(
+    config: SandboxConfig,
+    required: &[String],
+    show: impl FnOnce(&LimitsReport) -> Result<(), Failure>,
+) -> Result<Pool, Failure> {
+    let pool = Pool::start(config).await.map_err(|e| sandbox_failure(&e))?;
+    show(pool.limits())?;
+    let required: Vec<&str> = required.iter().map(String::as_str).collect();
+    let held = pool.limits().require(&required);
+    held.map_err(|e| sandbox_failure(&e))?;
+    Ok(pool)
 }
 
 /// What the sandboxes' errors are to the front door.
@@ -429,6 +439,13 @@ pub(crate) fn agent_failure(error: &drillyard_agent::AgentError) -> Failure {
         AgentError::Lake(lake) if !lake.is_output() => Failure::from_error(INPUT, error),
         AgentError::Lake(_) | AgentError::Artifact { .. } => Failure::from_error(OUTPUT, error),
         AgentError::Options(_) => Failure::from_error(USAGE, error),
+        AgentError::CannotLeave { way_out, .. } => {
+            Failure::from_error(REFUSED, error).hint(way_out)
+        }
+        AgentError::Sandbox(sandbox) => Failure {
+            code: sandbox_failure(sandbox).code,
+            ..Failure::from_error(ENVIRONMENT, error)
+        },
         _ => Failure::from_error(ENVIRONMENT, error),
     }
 }

@@ -124,13 +124,16 @@ impl<'a> EvalStage<'a> {
                 last_attempts(snapshot.read(&filter).await.map_err(unreadable)?);
             let verdicts: Vec<VerdictRow> = snapshot.read(&filter).await.map_err(unreadable)?;
             let calls: Vec<ToolCallRow> = snapshot.read(&filter).await.map_err(unreadable)?;
-            let figures = policy_figures(&policy.name, &episodes, &verdicts, &calls, &unseen)
+            let mut figures = policy_figures(&policy.name, &episodes, &verdicts, &calls, &unseen)
                 .ok_or_else(|| {
-                    Failure::new(
-                        NOTHING_TO_DO,
-                        format!("no episode of {} was scored", policy.name),
-                    )
-                })?;
+                Failure::new(
+                    NOTHING_TO_DO,
+                    format!("no episode of {} was scored", policy.name),
+                )
+            })?;
+            if faults::decides(&self.context.pipeline.faults, true).is_some() {
+                figures.faults = faults::figures(&self.context.lake, &run.run_id).await?;
+            }
             let outcomes = outcomes(&episodes, &verdicts, |e| !unseen.contains(&e.family));
             measured.push(Measured { figures, outcomes });
         }

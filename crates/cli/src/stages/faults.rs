@@ -8,7 +8,6 @@ use drillyard_schema::{Purpose, RunId};
 use drillyard_stage::exit::{INPUT, USAGE};
 use drillyard_stage::{Failure, FaultsConfig, Pipeline};
 use serde::Deserialize;
-use serde_json::{Map, Value};
 
 use super::qa::query_failure;
 
@@ -72,8 +71,8 @@ struct Met {
     hi: Option<f64>,
 }
 
-/// Success without and with each kind of fault in a run, one figure each.
-pub(crate) async fn figures(lake: &Lake, run: &RunId) -> Result<Map<String, Value>, Failure> {
+/// Success without and with each kind of fault in a run, one figure each, by name.
+pub(crate) async fn figures(lake: &Lake, run: &RunId) -> Result<Vec<(String, String)>, Failure> {
     let snapshot = lake
         .snapshot()
         .await
@@ -109,7 +108,7 @@ pub(crate) async fn figures(lake: &Lake, run: &RunId) -> Result<Map<String, Valu
                 "any" => "success_with_faults".to_owned(),
                 kind => format!("·_{kind}"),
             };
-            (name, Value::String(figure(row)))
+            (name, figure(row))
         })
         .collect())
 }

@@ -95,7 +95,8 @@ impl Stage for RolloutStage<'_> {
             && let Some(figures) = figures.as_object_mut()
         {
             let lake = &self.drill.context.lake;
-            figures.extend(faults::figures(lake, &self.drill.run.run_id).await?);
+            let met = faults::figures(lake, &self.drill.run.run_id).await?;
+            figures.extend(met.into_iter().map(|(name, text)| (name, text.into())));
         }
         let written = json!({ "episodes": snapshot.versions().get("episodes") });
         Ok(Outcome {

@@ -22,6 +22,7 @@ macro_rules! every_backend_must {
             a_call_says_what_it_did,
             the_environment_is_exactly_the_promised_one,
             a_timeout_asks_before_it_kills,
+            a_full_disk_is_named_only_where_it_was_met,
             file_tools_read_write_and_list,
             setup_files_cannot_leave_the_sandbox,
             changed_files_are_told_exactly,
@@ -140,6 +141,29 @@ pub async fn a_timeout_asks_before_it_kills(config: SandboxConfig) {
         (result.outcome, text(&result.stdout).as_str()),
         (CallOutcome::Timeout, "bye\n")
     );
+    sandbox.close().await;
+}
+
+pub async fn a_full_disk_is_named_only_where_it_was_met(config: SandboxConfig) {
+    let mut sandbox = fresh(&pool(config).await).await;
+    for place in ["/dev/shm", "/tmp", "/work"] {
+        let fill = format!("cat /dev/zero > {place}/full");
+        shell(&mut sandbox, &fill).await;
+        // The control: it is full.
+        let met = shell(&mut sandbox, &format!("echo more > {place}/more")).await;
+        assert_eq!(met.outcome, CallOutcome::Disk, "{place}: {met:?}");
+        let write = Call::WriteFile {
+            path: format!("{place}/more"),
+            content: vec![b'x'; 20_000],
+        };
+        let met = sandbox.call(write).await.unwrap();
+        assert_eq!(met.outcome, CallOutcome::Disk, "{place}: {met:?}");
+        for unrelated in ["grep nothing /etc/passwd", "exit 3", "no-such-program"] {
+            let result = shell(&mut sandbox, unrelated).await;
+            assert_eq!(result.outcome, CallOutcome::Error, "{place}: {result:?}");
+        }
+        shell(&mut sandbox, &format!("rm {place}/full {place}/more")).await;
+    }
     sandbox.close().await;
 }
 
@@ -343,8 +367,12 @@ pub async fn changed_files_are_told_exactly(config: SandboxConfig) {
         .find(|c| c.path == "small")
         .unwrap();
     assert_eq!(small.content.as_deref(), Some(&b"small\n"[..]));
-    assert!(shell(&mut sandbox, "mkfifo p").await.state_lost);
-    assert!(shell(&mut sandbox, "touch $'\\xff'").await.state_lost);
+    assert!(!result.changes_incomplete);
+    let result = shell(&mut sandbox, "mkfifo p").await;
+    assert!(result.state_lost && !result.changes_incomplete);
+    // A large file does not hide that there is more.
+    let result = shell(&mut sandbox, "head -c 2M /dev/zero > big2; touch $'\\xff'").await;
+    assert!(result.state_lost && result.changes_incomplete);
     sandbox.close().await;
 }
 
