@@ -38,7 +38,7 @@ pub struct Relay {
     /// The last connection could not be taken, for want of descriptors most likely.
     pausing: bool,
     carried: Carried,
-    buffer: Box<[u8; INPUT]>,
+    buffer: Box<[u8]>,
 }
 
 /// Bytes that PID 1 itself read and wrote for the current call.
@@ -76,7 +76,7 @@ impl Relay {
             out: Vec::new(),
             pausing: false,
             carried: Carried::default(),
-            buffer: Box::new([0; INPUT]),
+            buffer: vec![0; INPUT].into(),
         })
     }
 
@@ -171,7 +171,7 @@ impl Relay {
 
     /// Takes what the program sent.
     fn receive(&mut self) -> io::Result<()> {
-        let n = sys::read(self.requests.as_raw_fd(), &mut self.buffer[..])?;
+        let n = sys::read(self.requests.as_raw_fd(), &mut self.buffer)?;
         if n == 0 {
             return Err(io::ErrorKind::UnexpectedEof.into());
         }

@@ -3,7 +3,8 @@
 //!
 //! A [`Proxy`] belongs to a pool, a [`Traffic`] to one sandbox. The proxy knows whose connection it serves by where it
 //! accepted it ([`Accept`]): for `local` a TCP socket that was made inside the sandbox's network namespace and handed
-//! out, so there is no relay and no route inside; for others any source of byte streams.
+//! out, so there is no relay and no route inside; for `docker` streams that its PID 1 carries; for others any source of
+//! byte streams.
 //!
 //! Every connection carries one request, so no two parsers can disagree on where the second one begins; what goes on
 //! to the server is written anew from what was understood. Names are resolved here, addresses checked, and the very

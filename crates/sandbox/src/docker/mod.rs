@@ -3,8 +3,8 @@
 //!
 //! So a call costs what a few pipes cost, not what the engine's `exec` does, ends with its whole tree, and works with an
 //! engine on another machine. Tools' connections to the proxy come the same way, as streams beside requests and replies:
-//! the container itself has no network. A container whose program is gone loses its input, ends and is removed by the engine; one
-//! that was never started is swept at the next start.
+//! the container itself has no network. A container whose program is gone loses its input, ends and is removed by the
+//! engine; one that was never started is swept at the next start.
 
 mod attached;
 mod engine;
