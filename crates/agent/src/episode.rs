@@ -22,7 +22,7 @@ use drillyard_schema::{
 };
 use serde_json::{Value, json};
 
-use crate::artifacts;
+use crate::artifacts::{self, Lasting};
 use crate::calls::{self, Called, Injected, within};
 use crate::error::AgentError;
 use crate::files::Files;
@@ -681,7 +681,8 @@ impl<'a> Episode<'a> {
         if let Some(dir) = &self.shared.options.artifacts_dir
             && let Some(content) = std::mem::take(&mut self.pack).finish()
         {
-            let kept = artifacts::keep_aside(dir, PACK.to_owned(), content).await?;
+            // A pack has a hash to tell that it is gone, and the calls can be run again: no episode waits for the disk.
+            let kept = artifacts::keep_aside(dir, PACK.to_owned(), content, Lasting::Soon).await?;
             self.artifacts.push(kept);
         }
         Ok(())
@@ -1070,7 +1071,7 @@ async fn keep_outputs(
     for (name, bytes) in [("stdout", &result.stdout), ("stderr", &result.stderr)] {
         if bytes.len() > ROW_OUTPUT_BYTES {
             let name = format!("step {step} call {index} {name}");
-            kept.push(artifacts::keep_aside(dir, name, bytes.clone()).await?);
+            kept.push(artifacts::keep_aside(dir, name, bytes.clone(), Lasting::Synced).await?);
         }
     }
     Ok(kept)
