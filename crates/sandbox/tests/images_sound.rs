@@ -5,6 +5,8 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::fmt::Write as _;
+mod common;
+
 use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
