@@ -413,7 +413,7 @@ fn call(
             .max(after.io_bytes.1.saturating_sub(before.io_bytes.1)),
         // PID 1 itself read what came through the pipes, and carried connections.
         read_chars: since(counted.read_chars, counted_before.read_chars)
-            .map(|n| n.saturating_sub(piped + carried.read)),
+            .map(|n| n.saturating_sub(piped.saturating_add(carried.read))),
         written_chars: since(counted.written_chars, counted_before.written_chars)
             .map(|n| n.saturating_sub(carried.written)),
         started: inside.counts.started(counted_before, counted),
