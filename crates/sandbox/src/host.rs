@@ -266,7 +266,7 @@ fn report(system: &str, helpers: &Utf8Path, binds: &[Bind]) -> ImageReport {
 
 /// What of the host layers and tool versions depend on beside its digest: the programs on the tools' path, the directories
 /// of libraries and what a configuration shows, by their inodes, sizes and last changes. A file changed in place deep in a
-/// directory of libraries or of `paths` is not noticed. 2 ms with 1,500 programs.
+/// directory of libraries or of `paths` is not noticed.
 pub fn state(digest: &str, paths: &[Utf8PathBuf]) -> String {
     const PROGRAMS: [&str; 3] = ["/usr/local/bin", "/usr/bin", "/bin"];
     const LIBRARIES: [&str; 5] = ["/usr/lib", "/usr/lib64", "/usr/local/lib", "/lib", "/lib64"];
@@ -453,14 +453,6 @@ mod tests {
         fs_err::write(path.join("more"), "").unwrap();
         let states = std::collections::BTreeSet::from([first, second, third, state("x", &paths)]);
         assert_eq!(states.len(), 4);
-        let best = (0..20).map(|_| {
-            let started = std::time::Instant::now();
-            state("x", &[]);
-            started.elapsed()
-        });
-        let best = best.min().unwrap();
-        eprintln!("the host's state is taken in {best:?}");
-        assert!(best < std::time::Duration::from_millis(20), "{best:?}");
     }
 
     #[test]

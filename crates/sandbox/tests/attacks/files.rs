@@ -425,8 +425,9 @@ pub async fn odd(yard: Arc<Yard>) -> Outcome {
     assert!(result.state_lost && result.outcome == CallOutcome::Ok);
     let result = shell(&mut sandbox, "mkdir -p $(printf 'd/%.0s' {1..200})").await;
     assert!(result.state_lost && result.outcome == CallOutcome::Ok);
+    sandbox.reset().await.unwrap();
+    assert_eq!(output(&mut sandbox, "ls -A").await, "");
     // Times that no number of nanoseconds holds, and every bit of a mode.
-    output(&mut sandbox, "rm -rf ./*").await;
     let extreme = "for n, t in enumerate([2**63 - 1, -2**63, 20000000000, -20000000000]):\n    \
         open(f't{n}', 'w').write('x'); os.mkdir(f'd{n}'); os.utime(f't{n}', (t, t)); os.utime(f'd{n}', (t, t))\n\
         os.symlink('x', 'l'); os.utime('l', (2**62, 2**62), follow_symlinks=False)\n\
@@ -442,8 +443,6 @@ pub async fn odd(yard: Arc<Yard>) -> Outcome {
     assert!(!result.state_lost && result.files_changed.iter().any(|c| c.path == "h199"));
     assert_eq!(output(&mut sandbox, "echo alive").await, "alive");
     sandbox.snapshot().await.unwrap();
-    sandbox.reset().await.unwrap();
-    assert_eq!(output(&mut sandbox, "ls -A").await, "");
     sandbox.close().await;
     let deep = "os.system('rm -rf *')\nfor i in range(1000):\n    os.mkdir('d'); os.chdir('d')\nopen('bottom', 'w').write('x')";
     let pool = yard.pool_with(|c| c.limits.files = 5000).await;
