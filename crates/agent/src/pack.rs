@@ -14,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use zstd::stream::{read::Decoder, write::Encoder};
 
 use crate::artifacts;
+use crate::calls::says_nothing;
 use crate::files::Files;
 use crate::past::{LoggedCall, is_noted};
 
@@ -204,6 +205,8 @@ pub fn changes_before(
         let sandbox_ended = is_noted(row, "sandbox_ended");
         if !sandbox_ended {
             files.change(&changed, incomplete);
+        } else if !says_nothing(row) {
+            files.forget_lost();
         }
         all.push(CallChanges {
             step: row.step_index,

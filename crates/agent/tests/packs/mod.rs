@@ -83,6 +83,22 @@ async fn files_come_back_as_they_were_at_any_step() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn what_an_ended_sandbox_took_along_is_not_missing() {
+    let Some(yard) = Yard::open().await else {
+        return;
+    };
+    let mut recorded = episode(&yard, &["head -c 3M /dev/zero > large; echo a > x", "ls"]).await;
+    let lost =
+        |recorded: &Recorded| matches!(changes(&yard, recorded, 2), Err(Missing::Lost { .. }));
+    assert!(lost(&recorded));
+    recorded.tool_calls[1].extras = Some(r#"{"sandbox_ended":true}"#.to_owned());
+    assert!(!lost(&recorded));
+    // An injected fault ended it: the agent has not lost the file.
+    recorded.tool_calls[1].fault_injected = Some("disk_full".to_owned());
+    assert!(lost(&recorded));
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn what_others_changed_comes_back_too() {
     let Some(yard) = Yard::open().await else {
         return;
