@@ -117,6 +117,24 @@ fn texts(output: &Output) -> (String, String) {
     )
 }
 
+/// A yard with one episode of a fake endpoint, and its id.
+fn one_episode(endpoint: &FakeEndpoint) -> (Yard, String) {
+    let url = format!("policy.base_url={}", endpoint.base_url());
+    let yard = Yard::new(&[
+        "policy.kind=openai",
+        &url,
+        "policy.model=fake",
+        "tasks.train=1",
+        "tasks.samples=1",
+    ]);
+    yard.ok(&["rollout"]);
+    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    (yard, id)
+}
+
 const SMALL: [&str; 2] = ["tasks.train=14", "tasks.samples=4"];
 
 #[test]
@@ -728,17 +746,8 @@ fn what_a_model_wrote_gives_a_terminal_no_orders() {
             _ => Answer::call("submit", &json!({ "answer": "\u{1b}]0;done\u{7}" })),
         }))
         .unwrap();
-    let url = format!("policy.base_url={}", endpoint.base_url());
-    let yard = Yard::new(&[
-        "policy.kind=openai",
-        &url,
-        "policy.model=fake",
-        "tasks.train=1",
-        "tasks.samples=1",
-    ]);
-    yard.ok(&["rollout"]);
-    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"].clone();
-    let output = yard.run(&["replay", id.as_str().unwrap()]);
+    let (yard, id) = one_episode(&endpoint);
+    let output = yard.run(&["replay", &id]);
     assert_eq!(output.status.code(), Some(13));
     let (told, _) = yard.ok(&["sql", "SELECT arguments, stdout FROM tool_calls"]);
     for text in [texts(&output).0, texts(&output).1, told] {
@@ -794,19 +803,7 @@ fn a_replay_that_differs_says_where() {
             _ => Answer::call("submit", &json!({})),
         }))
         .unwrap();
-    let url = format!("policy.base_url={}", endpoint.base_url());
-    let yard = Yard::new(&[
-        "policy.kind=openai",
-        &url,
-        "policy.model=fake",
-        "tasks.train=1",
-        "tasks.samples=1",
-    ]);
-    yard.ok(&["rollout"]);
-    let id = yard.rows("SELECT episode_id FROM episodes")[0]["episode_id"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    let (yard, id) = one_episode(&endpoint);
     yard.ok(&["replay", &id, "--until", "0"]);
     let output = yard.run(&["replay", &id]);
     let (out, err) = texts(&output);
